@@ -1,0 +1,176 @@
+"""The checks of arguments, and the one wording of their errors: ``name: expected …, got …``.
+
+Each public function calls these once; what lies below trusts its arguments.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+NUMBERS = FLOATS + INTEGERS
+_validation = os.environ.get("PPOKERN_VALIDATE", "0") not in ("", "0")
+
+
+def set_validation(enabled: bool) -> None:
+    """Switch the checks of tensor values on or off where they would cost time.
+
+    They are: on CUDA token ids, `cu_seqlens`, flags, temperatures and finiteness (each check
+    synchronises); on the CPU the finiteness of what goes into a loss. ``PPOKERN_VALIDATE=1`` in the
+    environment is the same from the start.
+    """
+    global _validation
+    _validation = bool(enabled)
+
+
+def validating() -> bool:
+    """Return whether `set_validation` is on; never while compiling."""
+    return _validation and not torch.compiler.is_compiling()
+
+
+def values_of(x: Tensor) -> bool:
+    """Return whether the values of `x` may be looked at in order to check them."""
+    return not torch.compiler.is_compiling() and (x.device.type == "cpu" or _validation)
+
+
+def fail(name: str, expected: object, got: object, kind: type[Exception] = ValueError) -> NoReturn:
+    """Raise the error of an argument."""
+    raise kind(f"{name}: expected {expected}, got {got}")
+
+
+def place(flat: int, shape: Sequence[int]) -> str:
+    """Return the position of a flat index in a tensor of `shape`, as ``[1, 4]``."""
+    return str([int(i) for i in torch.unravel_index(torch.tensor(flat), tuple(shape))])
+
+
+def first(where: Tensor) -> int | None:
+    """Return the flat index of the first True, None without one."""
+    return int(where.reshape(-1).nonzero()[0]) if bool(where.any()) else None
+
+
+def tensor(name: str, x: object, dtypes: Sequence[torch.dtype] = FLOATS) -> Tensor:
+    """Check that `x` is a plain tensor of one of `dtypes`."""
+    if not isinstance(x, Tensor):
+        fail(name, "a tensor", type(x).__name__, TypeError)
+    if type(x).__name__ == "DTensor":
+        fail(name, "a plain tensor (gather it first: full_tensor())", "a DTensor", TypeError)
+    if x.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        fail(name, f"dtype {names}", str(x.dtype).removeprefix("torch."), TypeError)
+    return x
+
+
+def like(
+    name: str,
+    x: object,
+    shape: Sequence[int],
+    device: torch.device,
+    dtypes: Sequence[torch.dtype] = FLOATS,
+) -> None:
+    """Check an argument's type, dtype, shape and device; None passes."""
+    if x is None:
+        return
+    x = tensor(name, x, dtypes)
+    if tuple(x.shape) != tuple(shape):
+        fail(name, f"shape {tuple(shape)}", tuple(x.shape))
+    if x.device != device:
+        fail(name, f"a tensor on {device}", f"one on {x.device}")
+
+
+def mask_like(name: str, x: object, shape: Sequence[int], device: torch.device) -> None:
+    """Check a bool tensor; None passes."""
+    like(name, x, shape, device, (torch.bool,))
+
+
+def number(name: str, x: object, low: float = -math.inf, high: float = math.inf) -> float:
+    """Check that `x` is a number in ``[low, high]`` (NaN never is) and return it as a float."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        fail(name, "a number", type(x).__name__, TypeError)
+    if not low <= x <= high:
+        fail(name, f"a number in [{low:g}, {high:g}]", x)
+    return float(x)
+
+
+def positive(name: str, x: object) -> float:
+    """Check that `x` is a number above 0, finite, and return it as a float."""
+    x = number(name, x)
+    if not 0 < x < math.inf:
+        fail(name, "a positive number", x)
+    return x
+
+
+def choice(name: str, x: object, options: Sequence[str]) -> None:
+    """Check that `x` is one of `options`."""
+    if x not in options:
+        fail(name, f"one of {tuple(options)}", repr(x))
+
+
+def cu_seqlens(x: Tensor, shape: Sequence[int] | None, device: torch.device) -> None:
+    """Check the boundaries of packed sequences against the packed shape ``(total, …)``.
+
+    The values are looked at on the CPU, on CUDA under validation.
+    """
+    tensor("cu_seqlens", x, (torch.int32, torch.int64))
+    if x.dim() != 1 or x.shape[0] == 0:
+        fail("cu_seqlens", "shape (S + 1,)", tuple(x.shape))
+    if x.device != device:
+        fail("cu_seqlens", f"a tensor on {device}", f"one on {x.device}")
+    if shape is not None and len(shape) != 1:
+        fail("cu_seqlens", "packed tensors of shape (total,) with it", tuple(shape))
+    if not values_of(x):
+        return
+    if int(x[0]) != 0:
+        fail("cu_seqlens", "0 at the start", int(x[0]))
+    if (at := first(x[1:] < x[:-1])) is not None:
+        fail(
+            "cu_seqlens",
+            "non-decreasing values",
+            f"{int(x[at + 1])} after {int(x[at])} at {at + 1}",
+        )
+    if shape is not None and int(x[-1]) != shape[0]:
+        fail("cu_seqlens", f"{shape[0]} (the number of tokens) at the end", int(x[-1]))
+
+
+def token_ids(ids: Tensor, mask: Tensor | None, limit: int) -> None:
+    """Check that unmasked ids lie in ``[0, limit)`` or are -100, where values may be looked at."""
+    if not values_of(ids):
+        return
+    bad = ((ids < 0) & (ids != -100)) | (ids >= limit)
+    if (at := first(bad if mask is None else bad & mask)) is not None:
+        where = place(at, ids.shape)
+        fail(
+            "token_ids",
+            f"ids in [0, {limit})",
+            f"{int(ids.reshape(-1)[at])} at {where}",
+            IndexError,
+        )
+
+
+def finite(name: str, x: Tensor | None, mask: Tensor | None) -> None:
+    """Check that the unmasked values of `x` are finite; the caller asks `values_of` first."""
+    if x is None:
+        return
+    bad = ~x.isfinite()
+    if (at := first(bad if mask is None else bad & mask)) is not None:
+        value = float(x.reshape(-1)[at])
+        fail(name, "finite values", f"{value} at {place(at, x.shape)}")
+
+
+def arithmetic(*tensors: Tensor | None) -> torch.dtype:
+    """Return the dtype of a call's arithmetic: float64 where a tensor is float64, else float32."""
+    wide = any(x is not None and x.dtype == torch.float64 for x in tensors)
+    return torch.float64 if wide else torch.float32

@@ -1,0 +1,111 @@
+"""One way to register an op: eager calls and `torch.compile` run the same functions.
+
+Eager mode goes through `torch.autograd.Function`, which costs a few microseconds a call; under
+`torch.compile` the call goes through `torch.library`, which keeps the graph whole. Both are made
+here from one forward, one backward and their shapes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _SecondDerivative(torch.autograd.Function):
+    """Pass gradients on; say so when somebody differentiates them."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor | None) -> Any:
+        ctx.name = name
+        return tuple(None if x is None else x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(f"{ctx.name}: the second derivative is not implemented")
+
+
+def register(
+    name: str,
+    forward: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., tuple] | None = None,
+    gradient: Callable[..., Any] | None = None,
+    gradient_fake: Callable[..., Any] | None = None,
+    schema: str | None = None,
+) -> Callable[..., Any]:
+    """Register ``ppokern::name`` and return the function that ops call.
+
+    Args:
+        name: of the op in ``torch.ops.ppokern``.
+        forward: takes and returns what its annotations say (they are the schema).
+        fake: the same signature, returns tensors of the right shape and dtype.
+        setup_context: ``(ctx, inputs, output)``, as in `torch.autograd.Function`.
+        backward: ``(ctx, gradient, *grads)`` returns a gradient or None for each input; calls
+            `gradient`.
+        gradient: the kernel of the backward pass, registered as ``ppokern::name_backward``.
+        gradient_fake: its shapes.
+        schema: of `forward`, where its annotations do not say it.
+    """
+    op = torch.library.custom_op(f"ppokern::{name}", forward, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    if backward is None:
+        return _by_mode(op, forward)
+    gradient_op = gradient
+    if gradient is not None:
+        gradient_op = torch.library.custom_op(
+            f"ppokern::{name}_backward", gradient, mutates_args=()
+        )
+        gradient_op.register_fake(gradient_fake)
+
+    def differentiate(kernel: Callable[..., Any] | None, ctx: Any, *grads: Tensor | None) -> tuple:
+        with torch.no_grad():
+            result = backward(ctx, kernel, *grads)
+        if not torch.is_grad_enabled():
+            return result
+        # attached to what they depend on, so that a second derivative is an error and not a zero
+        return _SecondDerivative.apply(name, len(result), *result, *ctx.saved_tensors, *grads)
+
+    op.register_autograd(
+        lambda ctx, *grads: differentiate(gradient_op, ctx, *grads), setup_context=setup_context
+    )
+    function = type(
+        name,
+        (torch.autograd.Function,),
+        {
+            "forward": staticmethod(forward),
+            "setup_context": staticmethod(setup_context),
+            "backward": staticmethod(lambda ctx, *grads: differentiate(gradient, ctx, *grads)),
+        },
+    )
+    return _by_mode(op, function.apply)
+
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    int: "SymInt",
+    bool: "bool",
+    str: "str",
+}
+
+
+def schema_of(*structs: type, returns: int) -> str:
+    """Return the schema of an op that takes the fields of NamedTuples, then the backend's name."""
+    arguments = [
+        f"{_SCHEMA_TYPES[kind]} {name}"
+        for struct in structs
+        for name, kind in struct.__annotations__.items()
+    ]
+    return f"({', '.join([*arguments, 'str backend'])}) -> ({', '.join(['Tensor'] * returns)})"
+
+
+def _by_mode(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return compiled(*args) if torch.compiler.is_compiling() else eager(*args)
+
+    return call

@@ -1,0 +1,53 @@
+"""Sequences of a batch in plain torch: rows of ``(..., T)``, or segments of ``(total,)``."""
+
+import torch
+from torch import Tensor
+
+
+class Sequences:
+    """What ops need to know of the sequences of a batch: sums over each, values spread back, ends.
+
+    Nothing here reads a value back from the device.
+    """
+
+    def __init__(self, shape: torch.Size, cu_seqlens: Tensor | None) -> None:
+        """Take the shape of the per-token tensors, and `cu_seqlens` where they are packed."""
+        self.length = shape[-1] if len(shape) else 1
+        self._cu_seqlens = cu_seqlens
+        if cu_seqlens is None:
+            self.shape: torch.Size = shape[:-1]
+        else:
+            self.shape = torch.Size((cu_seqlens.shape[0] - 1,))
+            positions = torch.arange(self.length, device=cu_seqlens.device)
+            # a token's segment; clamped, since on a GPU the values are not checked
+            segment = torch.searchsorted(cu_seqlens[1:].long(), positions, right=True)
+            self._segment = segment.clamp(max=max(self.shape[0] - 1, 0))
+
+    def end(self) -> Tensor | int:
+        """Return, for each token, the position behind its sequence."""
+        return self.length if self._cu_seqlens is None else self._cu_seqlens[1:][self._segment]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over each sequence."""
+        if self._cu_seqlens is None:
+            return x.sum(-1) if x.dim() else x
+        offsets = self._cu_seqlens.long()
+        sums = torch.segment_reduce(x.double(), "sum", offsets=offsets, unsafe=True, initial=0)
+        return sums.to(x.dtype)
+
+    def spread(self, per_sequence: Tensor) -> Tensor:
+        """Return each token's sequence's value."""
+        if self._cu_seqlens is not None:
+            return per_sequence[self._segment]
+        return per_sequence.unsqueeze(-1).expand(*self.shape, self.length)
+
+    def next_unmasked(self, mask: Tensor) -> Tensor:
+        """Return, for each position, the next unmasked one behind it, `length` without one."""
+        positions = torch.arange(self.length, device=mask.device).expand(mask.shape)
+        here = torch.where(mask, positions, self.length)
+        nearest = here.flip(-1).cummin(-1).values.flip(-1)
+        return torch.cat([nearest[..., 1:], torch.full_like(nearest[..., :1], self.length)], -1)
+
+    def is_last(self, mask: Tensor) -> Tensor:
+        """Return where a sequence's last unmasked token stands."""
+        return mask & (self.next_unmasked(mask) >= self.end())

@@ -1,0 +1,271 @@
+"""Advantages and their whitening: the public functions, and the words for what was wrong."""
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+
+from ppokern import _backend, _check, _library
+from ppokern._sequences import Sequences
+from ppokern.gae import kernel_native, reference
+
+KERNELS = {"torch": reference.gae, "cpu": kernel_native.gae}
+
+
+class Advantages(NamedTuple):
+    """Advantages and the value targets ``advantages + values``; neither carries a gradient."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def _gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    bootstrap: Tensor | None,
+    continues: Tensor | None,
+    next_values: Tensor | None,
+    last_values: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gamma: float,
+    lam: float,
+    decay: bool,
+    time_dim: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    dtype = _check.arithmetic(rewards, values, next_values, last_values)
+    kernel = _backend.select("gae", KERNELS, backend, rewards.device, dtype)
+    flags = {"mask": mask, "bootstrap": bootstrap, "continues": continues}
+    ends = {"next_values": next_values, "last_values": last_values}
+    check = _check.values_of(rewards)
+    advantages, returns, finite = kernel(
+        rewards, values, **flags, **ends, cu_seqlens=cu_seqlens,
+        gamma=gamma, lam=lam, decay=decay, time_dim=time_dim, check=check,
+    )  # fmt: skip
+    if check and not finite:
+        _raise_fault(rewards, values, **flags, **ends, cu_seqlens=cu_seqlens, time_dim=time_dim)
+    return advantages, returns
+
+
+def _gae_fake(rewards: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dtype = _check.arithmetic(rewards, values, rest[3], rest[4])
+    return rewards.new_empty(rewards.shape, dtype=dtype), rewards.new_empty(
+        rewards.shape, dtype=dtype
+    )
+
+
+_gae_op = _library.register("gae", _gae, _gae_fake)
+
+
+def _raise_fault(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    bootstrap: Tensor | None,
+    continues: Tensor | None,
+    next_values: Tensor | None,
+    last_values: Tensor | None,
+    cu_seqlens: Tensor | None,
+    time_dim: int,
+) -> NoReturn:
+    """Name what made a result that is not finite, and where."""
+    time_major = time_dim == 0 and rewards.dim() == 2
+    valid = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    boot = torch.ones_like(valid) if bootstrap is None else bootstrap
+    goes_on = boot if continues is None else continues
+    time_last = valid.t() if time_major else valid
+    last_of_time = Sequences(time_last.shape, cu_seqlens).is_last(time_last)
+    last = last_of_time.t() if time_major else last_of_time
+
+    def look(name: str, bad: Tensor, expected: str, x: Tensor | str) -> None:
+        if (at := _check.first(bad)) is not None:
+            got = x if isinstance(x, str) else x.reshape(-1)[at].item()
+            _check.fail(name, expected, f"{got} at {_check.place(at, bad.shape)}")
+
+    look("rewards", valid & ~rewards.isfinite(), "finite values", rewards)
+    look("values", valid & ~values.isfinite(), "finite values", values)
+    bootstrapped = "finite values where they are bootstrapped from"
+    if next_values is not None:
+        look("next_values", valid & boot & ~next_values.isfinite(), bootstrapped, next_values)
+    elif last_values is not None:
+        used = last_of_time & (boot.t() if time_major else boot)
+        reached = Sequences(time_last.shape, cu_seqlens).sum(used.float()) > 0
+        look("last_values", reached & ~last_values.isfinite(), bootstrapped, last_values)
+    inside = valid & ~last
+    name = "bootstrap" if continues is None else "continues"
+    look(name, inside & goes_on & ~boot, "no continuation without bootstrapping", "one")
+    if next_values is None:
+        look("next_values", inside & boot & ~goes_on, "a tensor, as trajectories are cut", "a cut")
+    _check.fail("rewards, values", "results within the dtype's range", "an overflow")
+
+
+def gae(
+    rewards: Float[Tensor, "*layout"],
+    values: Float[Tensor, "*layout"],
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    mask: Bool[Tensor, "*layout"] | None = None,
+    terminated: Bool[Tensor, "*layout"] | None = None,
+    truncated: Bool[Tensor, "*layout"] | None = None,
+    bootstrap: Bool[Tensor, "*layout"] | None = None,
+    continues: Bool[Tensor, "*layout"] | None = None,
+    next_values: Float[Tensor, "*layout"] | None = None,
+    last_values: Float[Tensor, "*sequences"] | None = None,
+    mask_mode: str = "skip",
+    time_dim: int = -1,
+    cu_seqlens: Integer[Tensor, " S+1"] | None = None,
+) -> Advantages:
+    """Generalised advantage estimation, backwards in time, masked, for every layout.
+
+    ``delta_t = r_t + gamma * bootstrap_t * V(next_t) - V_t``,
+    ``A_t = delta_t + gamma * lam * continue_t * A_{t+1}``, ``returns = advantages + values``.
+    ``V(next_t)`` is ``next_values[t]`` where given, else the next transition's value, and for the
+    last transition of a sequence its `last_values`.
+
+    Args:
+        rewards: ``(B, T)``, ``(T, B)`` with ``time_dim=0``, ``(T,)``, or packed ``(total,)`` with
+            `cu_seqlens`; float32, bfloat16, float16 or float64, any strides.
+        values: ``V(s_t)``, the critic's prediction before action `t`.
+        gamma: discount of a step, in ``[0, 1]``.
+        lam: lambda, in ``[0, 1]``.
+        mask: True = a transition.
+        terminated: the episode ended here: no bootstrap, no continuation.
+        truncated: it was cut here: bootstrap, no continuation. Both = terminated.
+        bootstrap: in place of the two above, whether ``V(next_t)`` counts; by default True.
+        continues: whether ``A_{t+1}`` counts; by default `bootstrap`. Not read at the last
+            transition of a sequence, which never continues.
+        next_values: ``V`` of the state behind each transition. Required where a trajectory is cut
+            inside a row, since the neighbour belongs to another episode.
+        last_values: one per sequence: ``(B,)``, 0-d for ``(T,)``, ``(S,)`` packed; by default 0.
+            Not used with `next_values`.
+        mask_mode: ``"skip"``: a masked position is passed over, to the next unmasked one.
+            ``"decay"``: one between unmasked positions is a step with reward 0 and value 0.
+            Positions before the first and behind the last unmasked one are padding in both.
+        time_dim: -1 or 0.
+        cu_seqlens: ``(S + 1,)``, int32 or int64.
+
+    Returns:
+        ``Advantages(advantages, returns)`` of the same layout, float32 or float64, constant.
+
+    Masking: advantages and returns are 0 at masked positions; nothing there is read.
+
+    Numerics: values that are not bootstrapped from are never read.
+
+    Raises:
+        ValueError: a shape, number or option that does not fit; and on the CPU, or under
+            validation, with its place: a value that is not finite, a transition that continues
+            without bootstrapping, a cut without `next_values`, an overflow. On CUDA these are NaN.
+        TypeError: a dtype that does not fit.
+
+    Source: Schulman et al. 2016 (arXiv 1506.02438), equations 10 to 16.
+    """
+    _check.number("gamma", gamma, 0, 1)
+    _check.number("lam", lam, 0, 1)
+    _check.choice("mask_mode", mask_mode, ("skip", "decay"))
+    _check.tensor("rewards", rewards)
+    shape, device = rewards.shape, rewards.device
+    if time_dim not in (-1, 0):
+        _check.fail("time_dim", "-1 or 0", time_dim)
+    if rewards.dim() not in (1, 2):
+        _check.fail("rewards", "shape (B, T), (T, B), (T,) or (total,)", tuple(shape))
+    for name, x in {"values": values, "next_values": next_values}.items():
+        _check.like(name, x, shape, device)
+    flags = {
+        "mask": mask,
+        "terminated": terminated,
+        "truncated": truncated,
+        "bootstrap": bootstrap,
+        "continues": continues,
+    }
+    for name, x in flags.items():
+        _check.mask_like(name, x, shape, device)
+    if cu_seqlens is not None:
+        _check.cu_seqlens(cu_seqlens, shape, device)
+        per_sequence: tuple[int, ...] = (cu_seqlens.shape[0] - 1,)
+    else:
+        per_sequence = tuple(shape[1:] if time_dim == 0 else shape[:-1])
+    _check.like("last_values", last_values, per_sequence, device)
+    if terminated is not None or truncated is not None:
+        if bootstrap is not None or continues is not None:
+            _check.fail("bootstrap, continues", "None with terminated or truncated", "both pairs")
+        bootstrap = None if terminated is None else ~terminated
+        if truncated is not None:
+            continues = ~truncated if bootstrap is None else bootstrap & ~truncated
+    backend = _backend.named() if not torch.compiler.is_compiling() else ""
+    return Advantages(
+        *_gae_op(
+            rewards.detach(),
+            values.detach(),
+            mask,
+            bootstrap,
+            continues,
+            None if next_values is None else next_values.detach(),
+            None if last_values is None else last_values.detach(),
+            cu_seqlens,
+            float(gamma),
+            float(lam),
+            mask_mode == "decay",
+            time_dim,
+            backend,
+        )
+    )
+
+
+def _whiten(
+    x: Tensor, mask: Tensor | None, shift_mean: bool, eps: float, correction: float, group: str
+) -> Tensor:
+    ranks = dist.distributed_c10d._resolve_process_group(group) if group else None
+    return reference.whiten(x, mask, shift_mean, eps, correction, ranks)
+
+
+def _whiten_fake(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x, dtype=_check.arithmetic(x), memory_format=torch.contiguous_format)
+
+
+_whiten_op = _library.register("whiten", _whiten, _whiten_fake)
+
+
+def whiten(
+    x: Float[Tensor, "*batch"],
+    mask: Bool[Tensor, "*batch"] | None = None,
+    *,
+    shift_mean: bool = True,
+    eps: float = 1e-8,
+    correction: float = 1,
+    group: "dist.ProcessGroup | None" = None,
+) -> Float[Tensor, "*batch"]:
+    """Scale to variance 1 and, with `shift_mean`, shift to mean 0, over unmasked positions.
+
+    ``(x - mean) / sqrt(var + eps)``, with ``var = sum((x - mean)^2) / (count - correction)``.
+
+    Args:
+        x: ``(...)``.
+        mask: ``(...)``, True = take part.
+        shift_mean: False adds the mean back.
+        eps: added to the variance; not below 0.
+        correction: taken from the count; 1 = the sample variance. Not below 0.
+        group: take mean and variance over all ranks of this process group; each rank must call, one
+            without unmasked positions takes part with zeros. None = this process alone.
+
+    Returns:
+        ``(...)``, float32 or float64, constant.
+
+    Masking: masked positions are 0.
+
+    Numerics: sums are taken in float64. With ``count <= correction``, or where all values are
+    equal, the result is ``x - mean`` (`x` without `shift_mean`): never NaN.
+
+    Raises:
+        ValueError: a shape or number that does not fit.
+        TypeError: a dtype that does not fit.
+    """
+    _check.tensor("x", x)
+    _check.mask_like("mask", mask, x.shape, x.device)
+    _check.number("eps", eps, 0)
+    _check.number("correction", correction, 0)
+    name = "" if group is None else group.group_name
+    return _whiten_op(x.detach(), mask, bool(shift_mean), float(eps), float(correction), name)

@@ -1,0 +1,134 @@
+"""Generalised advantage estimation and whitening in plain torch: the specification.
+
+The recursion ``A_t = delta_t + decay_t * A_{t+1}`` is linear, so it is solved by doubling: after
+`k` rounds each position has taken in the next ``2**k``. A position that is passed over has
+``delta = 0`` and ``decay = 1``; one that does not continue has ``decay = 0``. So every layout is
+one array of steps, and nothing is read back from the device.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ppokern import _check
+from ppokern import token_math as tm
+from ppokern._sequences import Sequences
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    *,
+    mask: Tensor | None,
+    bootstrap: Tensor | None,
+    continues: Tensor | None,
+    next_values: Tensor | None,
+    last_values: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gamma: float,
+    lam: float,
+    decay: bool,
+    time_dim: int,
+    check: bool,
+) -> tuple[Tensor, Tensor, bool]:
+    """Return advantages, returns, and whether all are finite (looked at only under `check`).
+
+    A transition that continues without bootstrapping, or is cut inside a row without `next_values`,
+    comes out as NaN.
+    """
+    dtype = _check.arithmetic(rewards, values, next_values, last_values)
+    if time_dim == 0 and rewards.dim() == 2:
+        rewards, values, mask, bootstrap, continues, next_values = (
+            None if x is None else x.t()
+            for x in (rewards, values, mask, bootstrap, continues, next_values)
+        )
+    sequences = Sequences(rewards.shape, cu_seqlens)
+    valid = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    last = sequences.is_last(valid)
+    reward = torch.where(valid, rewards.to(dtype), 0.0)
+    value = torch.where(valid, values.to(dtype), 0.0)
+
+    # V(next_t): the caller's, else the neighbour's, else behind the end the caller's or 0
+    if decay:
+        follower = _later(value, 1, 0.0)
+    else:
+        behind = sequences.next_unmasked(valid).clamp(max=max(sequences.length - 1, 0))
+        follower = value.gather(-1, behind)
+    if next_values is not None:
+        follower = torch.where(valid, next_values.to(dtype), follower)
+    else:
+        end = 0.0 if last_values is None else sequences.spread(last_values.to(dtype))
+        follower = torch.where(last, end, follower)
+
+    yes = torch.ones_like(valid)
+    bootstraps = yes if bootstrap is None else bootstrap | ~valid
+    goes_on = bootstraps if continues is None else continues | ~valid
+    cut = bootstraps & ~goes_on if next_values is None else ~yes
+    wrong = valid & ~last & ((goes_on & ~bootstraps) | cut)
+
+    delta = tm.gae_delta(reward, value, torch.where(bootstraps, follower, 0.0), gamma)
+    delta = torch.where(wrong, torch.nan, delta)
+    carry = torch.where(goes_on & ~last, gamma * lam, torch.zeros_like(delta))
+    if not decay:
+        delta, carry = torch.where(valid, delta, 0.0), torch.where(valid, carry, 1.0)
+
+    reach = 1
+    while reach < sequences.length:
+        delta = tm.gae_step(delta, carry, _later(delta, reach, 0.0))
+        carry = carry * _later(carry, reach, 1.0)
+        reach *= 2
+    if cu_seqlens is not None and not _check.values_of(cu_seqlens):
+        delta = torch.where(_well_formed(cu_seqlens, sequences.length), delta, torch.nan)
+
+    advantages = torch.where(valid, delta, 0.0)
+    returns = torch.where(valid, delta + value, 0.0)
+    finite = not check or bool((advantages.isfinite() & returns.isfinite()).all())
+    if time_dim == 0 and advantages.dim() == 2:
+        advantages, returns = advantages.t(), returns.t()
+    return advantages, returns, finite
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor | None,
+    shift_mean: bool,
+    eps: float,
+    correction: float,
+    group: "dist.ProcessGroup | None",
+) -> Tensor:
+    """Whiten over unmasked positions and all ranks of `group`; sums are taken in float64."""
+    dtype = _check.arithmetic(x)
+    valid = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
+    x = torch.where(valid, x.to(dtype), 0.0)
+
+    sums = torch.stack([valid.sum().double(), x.sum(dtype=torch.float64)])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    count = sums[0]
+    mean = (sums[1] / count.clamp(min=1)).to(dtype)
+    shifted = torch.where(valid, x - mean, 0.0)
+    squares = shifted.double().square().sum()
+    if group is not None:
+        dist.all_reduce(squares, group=group)
+    variance = squares / (count - correction).clamp(min=1)
+    # equal values leave rounding errors behind, which are no variance
+    tiny = torch.finfo(dtype).eps * mean.abs().double()
+    equal = squares <= count * tiny.square()
+    shifted = torch.where(equal, 0.0, shifted)
+    flat = equal | (count <= correction)
+    scale = torch.where(flat, 1.0, (variance + eps).rsqrt()).to(dtype)
+    if shift_mean:
+        return shifted * scale
+    return torch.where(flat, x, torch.where(valid, shifted * scale + mean, 0.0))
+
+
+def _later(x: Tensor, distance: int, filler: float) -> Tensor:
+    """Return ``x[t + distance]`` along the last dimension, `filler` behind the end."""
+    tail = torch.full_like(x[..., :distance], filler)
+    return torch.cat([x[..., distance:], tail], -1)
+
+
+def _well_formed(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Return, without reading it back, whether the boundaries are valid."""
+    rising = (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
+    return rising & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)

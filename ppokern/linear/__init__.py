@@ -1,0 +1,1 @@
+"""Log-probs and the PPO loss from hidden states."""

@@ -1,0 +1,248 @@
+"""The clipped PPO policy loss straight from hidden states, with its gradients in three GEMMs."""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+
+from ppokern import _backend, _check, _library
+from ppokern.linear import reference
+from ppokern.linear.op import checked_head, linear_logprobs, rows_of, taken
+from ppokern.linear.reference import Head
+from ppokern.logprob.op import KERNELS
+from ppokern.ppo_loss import reference as loss_reference
+from ppokern.ppo_loss.op import (
+    Loss,
+    checked_denominator,
+    checked_options,
+    checked_tensors,
+    need_tensor,
+    run,
+)
+from ppokern.ppo_loss.reference import Inputs, Options
+
+
+class HeadInputs(NamedTuple):
+    """What makes the logits."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    token_ids: Tensor
+    temperature: Tensor
+
+
+class HeadOptions(NamedTuple):
+    """How they are made, and which gradients are wanted."""
+
+    softcap: float | None
+    vocab_size: int
+    max_logits_bytes: int
+    with_entropy: bool
+    compact: bool
+    need_hidden: bool
+    need_weight: bool
+    need_bias: bool
+
+
+_STRUCTS = (HeadInputs, Inputs, HeadOptions, Options)
+
+
+def _split(args: tuple) -> tuple[HeadInputs, Inputs, HeadOptions, Options, str]:
+    parts, start = [], 0
+    for struct in _STRUCTS:
+        end = start + len(struct._fields)
+        parts.append(struct(*args[start:end]))
+        start = end
+    return *parts, args[start]
+
+
+def _forward(*args: Any) -> tuple[Tensor, ...]:
+    h, x, how, o, backend = _split(args)
+    dtype = _dtype(h, x)
+    kernel = _backend.select("linear_ppo_loss", KERNELS, backend, h.hidden.device, dtype)
+    shape, valid = h.token_ids.shape, taken(h.token_ids, x.mask)
+    x = x._replace(mask=valid.view(shape))
+    temperature = h.temperature.reshape(-1) if h.temperature.dim() else h.temperature
+    head = Head(h.weight, h.bias, temperature, how.softcap, how.vocab_size, dtype)
+    logprobs, entropy, gradients = reference.loss_gradients(
+        h.hidden.reshape(len(valid), h.hidden.shape[-1]), head, h.token_ids.reshape(-1),
+        rows_of(valid, how.compact), valid, loss_reference.TokenSlopes(x, o, dtype),
+        how.with_entropy, (how.need_hidden, how.need_weight, how.need_bias), how.compact,
+        how.max_logits_bytes, kernel,
+    )  # fmt: skip
+    entropy = entropy.view(shape) if how.with_entropy else None
+    loss, stats, *_ = loss_reference.forward(
+        x._replace(logprobs=logprobs.view(shape), entropy=entropy), o
+    )
+    in_hidden, in_weight, in_bias = gradients
+    if how.need_hidden:
+        in_hidden = in_hidden.view(h.hidden.shape)
+    return loss, stats, in_hidden, in_weight, in_bias
+
+
+def _dtype(h: HeadInputs, x: Inputs) -> torch.dtype:
+    return _check.arithmetic(h.hidden, h.weight, h.bias, h.temperature, *x[:9])
+
+
+def _named(x: Inputs, h: HeadInputs, how: HeadOptions) -> Inputs:
+    """Return the inputs as `stat_names` looks at them: log-probs there, entropy if it is made."""
+    return x._replace(logprobs=h.token_ids, entropy=h.token_ids if how.with_entropy else None)
+
+
+def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
+    h, x, how, o, _ = _split(args)
+    dtype, names = _dtype(h, x), loss_reference.stat_names(_named(x, h, how), o)
+    needed = zip(h[:3], (how.need_hidden, how.need_weight, how.need_bias), strict=True)
+    return (
+        h.hidden.new_empty((), dtype=dtype),
+        h.hidden.new_empty(len(names), dtype=dtype),
+        *(p.new_empty(p.shape) if need else h.hidden.new_empty(0) for p, need in needed),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+    ctx.save_for_backward(*tensors)
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.gradients = output[2:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, gradient: Any, grad: Tensor | None, *rest: Any) -> tuple:
+    *_, how, _, _ = _split(tuple(ctx.others))
+    needed = (how.need_hidden, how.need_weight, how.need_bias)
+    result: tuple = (None,) * 3
+    if grad is not None:
+        # scaled where they stand and handed out; for a second backward pass they are made again
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            saved = zip(ctx.saved_tensors, ctx.others, strict=True)
+            gradients = _forward(*(other if x is None else x for x, other in saved))[2:]
+        pairs = zip(gradients, needed, strict=True)
+        result = tuple(g.mul_(grad) if need else None for g, need in pairs)
+    return *result, *(None,) * (len(ctx.others) - 3)
+
+
+_linear_ppo_loss = _library.register(
+    "linear_ppo_loss",
+    _forward,
+    _forward_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    schema=_library.schema_of(*_STRUCTS, returns=5),
+)
+
+
+def linear_ppo_loss(
+    hidden: Float[Tensor, "*batch H"],
+    weight: Float[Tensor, "V H"],
+    token_ids: Integer[Tensor, "*batch"],
+    old_logprobs: Float[Tensor, "*batch"],
+    advantages: Float[Tensor, "*batch"],
+    *,
+    bias: Float[Tensor, " V"] | None = None,
+    mask: Bool[Tensor, "*batch"] | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    clip_range: float | tuple[float, float] = 0.2,
+    entropy_coef: float = 0.0,
+    entropy_stats: bool = False,
+    ref_logprobs: Float[Tensor, "*batch"] | None = None,
+    kl_coef: float = 0.0,
+    kl_kind: str = "k3",
+    dual_clip: float | None = None,
+    ratio: str = "token",
+    weights: Float[Tensor, "*batch"] | None = None,
+    aggregate: str = "token_mean",
+    denominator: float | Tensor | None = None,
+    cu_seqlens: Integer[Tensor, " S+1"] | None = None,
+    log_ratio_limit: float | None = 20.0,
+    max_logits_bytes: int = 2**28,
+    compact: bool = True,
+) -> Loss:
+    """The clipped policy loss of PPO straight from hidden states, in three GEMMs of ``N x H x V``.
+
+    Equals `ppo_policy_loss` on `linear_selected_logprobs`, with an entropy bonus and a KL term, to
+    rounding. All that the gradient needs is known before the forward pass, so that it makes the
+    gradients as it goes: logits, their gradient in the same buffer, hidden states, weight. The
+    backward pass only scales them; a second one over the same graph makes them again.
+
+    Args:
+        hidden: see `linear_selected_logprobs`, as for all of the head. Takes a gradient.
+        weight: see there. Takes a gradient.
+        token_ids: see there.
+        old_logprobs: see `ppo_policy_loss`, as for all of the loss.
+        advantages: see there.
+        bias: see `linear_selected_logprobs`. Takes a gradient.
+        mask: see there.
+        temperature: see there.
+        softcap: see there.
+        vocab_size: see there.
+        clip_range: see `ppo_policy_loss`.
+        entropy_coef: factor of the entropy bonus.
+        entropy_stats: add the mean entropy to the statistics at coefficient 0 as well.
+        ref_logprobs: ``(...)``, nats, of the reference policy.
+        kl_coef: factor of the KL term.
+        kl_kind: see `ppokern.kl_estimate`.
+        dual_clip: see `ppo_policy_loss`.
+        ratio: see there; ``"sequence"`` takes four GEMMs.
+        weights: see there.
+        aggregate: see there; ``"none"`` is refused.
+        denominator: see there.
+        cu_seqlens: see there.
+        log_ratio_limit: see there.
+        max_logits_bytes: see `linear_selected_logprobs`.
+        compact: leave rows that are masked, or whose token has no gradient, out of the GEMMs; on
+            CUDA that reads a count back per chunk.
+
+    Returns:
+        ``Loss(loss, stats)``, see `ppo_loss`.
+
+    Masking, Numerics: see `linear_selected_logprobs` and `ppo_policy_loss`.
+
+    Raises:
+        IndexError, ValueError, TypeError: see both; ``aggregate="none"``.
+    """
+    if aggregate == "none":
+        _check.fail(
+            "aggregate",
+            "a reduction (per token: linear_selected_logprobs, then ppo_policy_loss)",
+            "'none'",
+        )
+    o = checked_options(
+        clip_range, dual_clip, ratio, aggregate, log_ratio_limit, entropy_coef, kl_coef, kl_kind
+    )
+    need_tensor("ref_logprobs", ref_logprobs, kl_coef)
+    ids, at, cap, size = checked_head(
+        hidden, weight, bias, token_ids, mask, temperature, softcap, vocab_size, max_logits_bytes
+    )
+    checked_tensors(
+        ids, cu_seqlens, old_logprobs=old_logprobs, advantages=advantages, weights=weights,
+        ref_logprobs=ref_logprobs, mask=mask,
+    )  # fmt: skip
+    denominator = checked_denominator("denominator", denominator, aggregate, hidden.device)
+    with_entropy = entropy_stats or entropy_coef != 0
+    x = Inputs(
+        None, None, None, old_logprobs, advantages, weights, ref_logprobs, None, None, mask, None,
+        cu_seqlens, denominator, None,
+    )  # fmt: skip
+    learns = torch.is_grad_enabled()
+    needs = [learns and p is not None and p.requires_grad for p in (hidden, weight, bias)]
+    if ratio == "sequence" or not any(needs):
+        logprobs, entropy = linear_logprobs(
+            hidden, weight, ids, bias, mask, temperature, softcap, vocab_size, max_logits_bytes,
+            compact, with_entropy,
+        )  # fmt: skip
+        valid = taken(ids, mask).view(ids.shape)
+        entropy = entropy if with_entropy else None
+        return run(x._replace(logprobs=logprobs, entropy=entropy, mask=valid), o)
+    h = HeadInputs(hidden, weight, bias, ids, at)
+    how = HeadOptions(cap, size, max_logits_bytes, with_entropy, compact, *needs)
+    backend = _backend.named() if not torch.compiler.is_compiling() else ""
+    loss, stats, *_ = _linear_ppo_loss(*h, *x, *how, *o, backend)
+    names = loss_reference.stat_names(_named(x, h, how), o)
+    return Loss(loss, dict(zip(names, stats.unbind(), strict=True)))

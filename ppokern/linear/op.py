@@ -1,0 +1,310 @@
+"""Log-probs of selected tokens from hidden states: public functions and their derivatives."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+
+from ppokern import _backend, _check, _library
+from ppokern.linear import reference
+from ppokern.linear.reference import Head
+from ppokern.logprob.op import (
+    KERNELS,
+    LogProbs,
+    checked_softcap,
+    checked_temperature,
+    checked_vocab_size,
+)
+
+
+def taken(token_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Return, flat, which tokens take part."""
+    valid = token_ids.reshape(-1) != -100
+    return valid if mask is None else valid & mask.reshape(-1)
+
+
+def rows_of(valid: Tensor, compact: bool) -> Tensor:
+    """Return the numbers of the rows to compute; leaving masked ones out reads their count back."""
+    if compact:
+        return valid.nonzero().squeeze(-1)
+    return torch.arange(len(valid), device=valid.device)
+
+
+def arithmetic(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Tensor) -> torch.dtype:
+    """Return the dtype of the arithmetic from the logits on."""
+    return _check.arithmetic(hidden, weight, bias, *rest)
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor,
+    softcap: float | None,
+    vocab_size: int,
+    with_entropy: bool,
+    max_logits_bytes: int,
+    compact: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = arithmetic(hidden, weight, bias, temperature)
+    kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, hidden.device, dtype)
+    head = Head(weight, bias, temperature, softcap, vocab_size, dtype)
+    valid = taken(token_ids, mask)
+    return reference.forward(
+        hidden,
+        head,
+        token_ids,
+        rows_of(valid, compact),
+        valid,
+        with_entropy,
+        max_logits_bytes,
+        kernel,
+    )
+
+
+def _forward_fake(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor,
+    *options: Any,
+) -> tuple[Tensor, ...]:
+    dtype = arithmetic(hidden, weight, bias, temperature)
+    return tuple(hidden.new_empty(token_ids.shape, dtype=dtype) for _ in range(4))
+
+
+def _gradient(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor,
+    maxima: Tensor,
+    log_sums: Tensor,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    softcap: float | None,
+    vocab_size: int,
+    max_logits_bytes: int,
+    compact: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = logprobs.dtype
+    kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, hidden.device, dtype)
+    head = Head(weight, bias, temperature, softcap, vocab_size, dtype)
+    valid = taken(token_ids, mask)
+    return reference.backward(
+        grad_logprobs, grad_entropy, hidden, head, token_ids, rows_of(valid, compact), valid,
+        (logprobs, entropy, maxima, log_sums), (need_hidden, need_weight, need_bias),
+        max_logits_bytes, kernel,
+    )  # fmt: skip
+
+
+def _gradient_fake(*args: Any) -> tuple[Tensor, ...]:
+    hidden, weight, bias = args[2:5]
+    needed = args[12:15]
+    return tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need else hidden.new_empty(0)
+        for x, need in zip((hidden, weight, bias), needed, strict=True)
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, softcap, vocab_size, ctx.with_entropy, max_logits_bytes, compact, backend = inputs
+    ctx.options = softcap, vocab_size, max_logits_bytes, compact, backend
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, gradient: Any, *grads: Any) -> tuple:
+    grad_logprobs, grad_entropy = grads[0], grads[1] if ctx.with_entropy else None
+    needed = ctx.needs_input_grad[:3]
+    result: tuple = (None,) * 3
+    if grad_logprobs is not None or grad_entropy is not None:
+        result = gradient(grad_logprobs, grad_entropy, *ctx.saved_tensors, *needed, *ctx.options)
+    return *(g if need else None for g, need in zip(result, needed, strict=True)), *(None,) * 9
+
+
+_linear_op = _library.register(
+    "linear_selected_logprobs",
+    _forward,
+    _forward_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    gradient=_gradient,
+    gradient_fake=_gradient_fake,
+)
+
+
+def checked_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    vocab_size: int | None,
+    max_logits_bytes: int,
+) -> tuple[Tensor, Tensor, float | None, int]:
+    """Check what all linear ops take; return int64 ids, temperature, softcap, vocabulary size."""
+    _check.tensor("hidden", hidden)
+    if hidden.dim() == 0:
+        _check.fail("hidden", "shape (..., H)", "a 0-d tensor")
+    _check.tensor("weight", weight)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        _check.fail("weight", f"shape (V, {hidden.shape[-1]})", tuple(weight.shape))
+    if weight.device != hidden.device:
+        _check.fail("weight", f"a tensor on {hidden.device}", f"one on {weight.device}")
+    _check.like("bias", bias, weight.shape[:1], hidden.device)
+    _check.like("token_ids", token_ids, hidden.shape[:-1], hidden.device, _check.INTEGERS)
+    _check.mask_like("mask", mask, token_ids.shape, hidden.device)
+    if isinstance(max_logits_bytes, bool) or not isinstance(max_logits_bytes, int):
+        _check.fail("max_logits_bytes", "an integer", type(max_logits_bytes).__name__, TypeError)
+    if max_logits_bytes <= 0:
+        _check.fail("max_logits_bytes", "a number of bytes above 0", max_logits_bytes)
+    size = checked_vocab_size(vocab_size, weight.shape[0])
+    ids = token_ids.long()
+    dtype = arithmetic(hidden, weight, bias)
+    temperature = checked_temperature(temperature, ids, mask, dtype)
+    _check.token_ids(ids, mask, size)
+    return ids, temperature, checked_softcap(softcap), size
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    vocab_size: int | None,
+    max_logits_bytes: int,
+    compact: bool,
+    with_entropy: bool,
+) -> LogProbs:
+    """Run the op; its entropy is 0 where none was asked for."""
+    ids, temperature, softcap, size = checked_head(
+        hidden, weight, bias, token_ids, mask, temperature, softcap, vocab_size, max_logits_bytes
+    )
+    backend = _backend.named() if not torch.compiler.is_compiling() else ""
+    shape = ids.shape
+    logprobs, entropy, *_ = _linear_op(
+        hidden.reshape(ids.numel(), hidden.shape[-1]),
+        weight,
+        bias,
+        ids.reshape(-1),
+        None if mask is None else mask.reshape(-1),
+        temperature.reshape(-1) if temperature.dim() else temperature,
+        softcap,
+        size,
+        with_entropy,
+        max_logits_bytes,
+        compact,
+        backend,
+    )
+    return LogProbs(logprobs.view(shape), entropy.view(shape))
+
+
+def linear_selected_logprobs(
+    hidden: Float[Tensor, "*batch H"],
+    weight: Float[Tensor, "V H"],
+    token_ids: Integer[Tensor, "*batch"],
+    *,
+    bias: Float[Tensor, " V"] | None = None,
+    mask: Bool[Tensor, "*batch"] | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    max_logits_bytes: int = 2**28,
+    compact: bool = True,
+) -> Float[Tensor, "*batch"]:
+    """Log-probs of selected tokens straight from hidden states: the logits are never all there.
+
+    Equals `selected_logprobs` on ``hidden @ weight.T + bias``. The logits are made chunk by chunk,
+    again in the backward pass, for unmasked rows alone. The GEMMs are those of the tensors' own
+    dtypes, inside autocast too.
+
+    Args:
+        hidden: ``(..., H)``, float32, bfloat16, float16 or float64. Position `i` scores position
+            `i` of `token_ids`.
+        weight: ``(V, H)``, of the head; its dtype may differ from that of `hidden`.
+        token_ids: ``(...)``, any integer dtype. -100 counts as masked.
+        bias: ``(V,)``.
+        mask: ``(...)``, True = take part.
+        temperature: above 0; a tensor is broadcast to `token_ids`.
+        softcap: above 0, in logits; None = none.
+        vocab_size: rows of `weight` from there on are padding.
+        max_logits_bytes: bound of the logits held at a time (at least one row), forward and
+            backward.
+        compact: leave masked rows out of the GEMMs; on CUDA that reads their count back, once.
+
+    Returns:
+        ``(...)``, nats, float32 (float64 where a tensor is).
+
+    Masking, Numerics: see `selected_logprobs`. The gradient of the weight is accumulated in
+    float32; a frozen input costs no GEMM.
+
+    Raises:
+        IndexError, ValueError, TypeError: see `selected_logprobs`.
+    """
+    return linear_logprobs(
+        hidden, weight, token_ids, bias, mask, temperature, softcap, vocab_size, max_logits_bytes,
+        compact, False,
+    ).logprobs  # fmt: skip
+
+
+def linear_selected_logprobs_with_entropy(
+    hidden: Float[Tensor, "*batch H"],
+    weight: Float[Tensor, "V H"],
+    token_ids: Integer[Tensor, "*batch"],
+    *,
+    bias: Float[Tensor, " V"] | None = None,
+    mask: Bool[Tensor, "*batch"] | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    max_logits_bytes: int = 2**28,
+    compact: bool = True,
+) -> LogProbs:
+    """Log-probs of selected tokens and entropies, straight from hidden states.
+
+    Equals `selected_logprobs_with_entropy` on ``hidden @ weight.T + bias``; see
+    `linear_selected_logprobs`.
+
+    Args:
+        hidden: see `linear_selected_logprobs`, as for all arguments.
+        weight: see there.
+        token_ids: see there.
+        bias: see there.
+        mask: see there.
+        temperature: see there.
+        softcap: see there.
+        vocab_size: see there.
+        max_logits_bytes: see there.
+        compact: see there.
+
+    Returns:
+        ``LogProbs(logprobs, entropy)``, both ``(...)``, nats.
+
+    Raises:
+        IndexError, ValueError, TypeError: see `selected_logprobs`.
+    """
+    return linear_logprobs(
+        hidden, weight, token_ids, bias, mask, temperature, softcap, vocab_size, max_logits_bytes,
+        compact, True,
+    )  # fmt: skip

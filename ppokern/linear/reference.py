@@ -1,0 +1,270 @@
+"""Log-probs and the PPO loss from hidden states: one loop over chunks of logits, GEMMs by torch.
+
+A chunk's logits stand in one buffer that is used again; its row passes are those of `logprob`,
+which overwrite it with its gradient. The weight's gradient is accumulated in float32.
+"""
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ROW_COPIES = 8  # float copies of a logit that a row pass holds for the block it works on
+
+
+class Head(NamedTuple):
+    """What turns hidden states into tempered logits, but for the hidden states."""
+
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    temperature: Tensor  # 0-d or (N,)
+    softcap: float | None
+    vocab_size: int
+    dtype: torch.dtype  # of the arithmetic from the logits on
+
+
+class Plan(NamedTuple):
+    """How a call is cut, so that it holds `max_logits_bytes` and a few percent more."""
+
+    dtype: torch.dtype  # of the GEMMs: that of hidden states and weight together
+    chunk: int  # rows of a chunk
+    block: int  # logits that a row pass looks at in one go
+    columns: int  # of a slice of the weight, where it is cast or accumulated slice by slice
+    single: bool  # whether one chunk is all
+
+
+class Chunk(NamedTuple):
+    """Some rows of a call, with their logits in the buffer."""
+
+    rows: Tensor  # (n,) their numbers
+    hidden: Tensor  # (n, H), in the GEMM's dtype
+    logits: Tensor  # (n, vocab_size), in the GEMM's dtype; overwritten by their gradient
+    temperature: Tensor  # 0-d or (n,)
+
+
+def plan(hidden: Tensor, head: Head, count: int, max_logits_bytes: int) -> Plan:
+    """Cut `count` rows into few, equal chunks of at most `max_logits_bytes`, at least a row."""
+    wide = head.dtype == torch.float64
+    dtype = head.dtype if wide else torch.promote_types(hidden.dtype, head.weight.dtype)
+    width, states = max(1, head.vocab_size), max(1, hidden.shape[1])
+    row = width * dtype.itemsize
+    most = max_logits_bytes // row
+    # what a row needs beside its logits: its states and their gradient; and a block's float copies
+    copies = _ROW_COPIES * width * head.dtype.itemsize
+    spare = int(1.05 * max_logits_bytes) - copies
+    most = max(1, min(most, spare // (row + 3 * states * head.dtype.itemsize)))
+    chunks = max(1, -(-count // most))
+    chunk = max(1, -(-count // chunks))
+    cache = 2**18 if hidden.device.type == "cpu" else 2**26
+    block = min(cache, max_logits_bytes // (24 * copies // width))
+    columns = max_logits_bytes // 32 // (head.dtype.itemsize * (2 * states + chunk))
+    return Plan(dtype, chunk, max(width, block), max(1, columns), chunks == 1)
+
+
+def chunks(hidden: Tensor, head: Head, rows: Tensor, how: Plan) -> Iterator[Chunk]:
+    """Yield `rows` of hidden states ``(N, H)`` in chunks, with their logits in the one buffer."""
+    buffer = hidden.new_empty((how.chunk, head.vocab_size), dtype=how.dtype)
+    for part in rows.split(how.chunk):
+        states = hidden.index_select(0, part).to(how.dtype)
+        logits = _project(states, head, how, buffer[: len(part)])
+        temperature = head.temperature if head.temperature.dim() == 0 else head.temperature[part]
+        yield Chunk(part, states, logits, temperature)
+
+
+def forward(
+    hidden: Tensor,
+    head: Head,
+    token_ids: Tensor,
+    rows: Tensor,
+    valid: Tensor,
+    with_entropy: bool,
+    max_logits_bytes: int,
+    kernel: ModuleType,
+) -> tuple[Tensor, ...]:
+    """Return log-probs, entropy, row maxima and log-sums, each ``(N,)``; `kernel` passes rows."""
+    outputs = tuple(hidden.new_zeros(len(token_ids), dtype=head.dtype) for _ in range(4))
+    how = plan(hidden, head, len(rows), max_logits_bytes)
+    for chunk in chunks(hidden, head, rows, how):
+        results = _row_pass(chunk, head, how, token_ids, valid, with_entropy, kernel)
+        for whole, part in zip(outputs, results, strict=True):
+            if part.numel():
+                whole[chunk.rows] = part
+    return outputs
+
+
+def backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    head: Head,
+    token_ids: Tensor,
+    rows: Tensor,
+    valid: Tensor,
+    saved: tuple[Tensor, ...],
+    needed: tuple[bool, bool, bool],
+    max_logits_bytes: int,
+    kernel: ModuleType,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of hidden states, weight and bias; those not `needed` are empty."""
+    how = plan(hidden, head, len(rows), max_logits_bytes)
+    gradients = Gradients(hidden, head, needed, how)
+    for chunk in chunks(hidden, head, rows, how):
+        part = chunk.rows
+        kernel.backward(
+            None if grad_logprobs is None else grad_logprobs[part],
+            None if grad_entropy is None else grad_entropy[part],
+            chunk.logits, token_ids[part], valid[part], chunk.temperature, head.softcap,
+            head.vocab_size, tuple(x[part] for x in saved), chunk.logits, block=how.block,
+        )  # fmt: skip
+        gradients.add(part, chunk.logits, chunk.hidden)
+    return gradients.result()
+
+
+def loss_gradients(
+    hidden: Tensor,
+    head: Head,
+    token_ids: Tensor,
+    rows: Tensor,
+    valid: Tensor,
+    slopes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
+    with_entropy: bool,
+    needed: tuple[bool, bool, bool],
+    compact: bool,
+    max_logits_bytes: int,
+    kernel: ModuleType,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return log-probs and entropies ``(N,)`` and the gradients of a loss of them, in three GEMMs.
+
+    Args:
+        hidden: ``(N, H)``.
+        head: see `Head`.
+        token_ids: ``(N,)``.
+        rows: numbers of the rows that take part.
+        valid: ``(N,)``, False where `rows` names a row that is masked.
+        slopes: from log-probs and numbers of rows, the loss's slopes in log-probs and entropies (or
+            None).
+        with_entropy: whether entropies are made.
+        needed: whether hidden states, weight and bias want a gradient.
+        compact: leave rows without slope out of the last two GEMMs.
+        max_logits_bytes: bound of the buffer.
+        kernel: of the row passes.
+    """
+    logprobs, entropy = (hidden.new_zeros(len(token_ids), dtype=head.dtype) for _ in range(2))
+    how = plan(hidden, head, len(rows), max_logits_bytes)
+    gradients = Gradients(hidden, head, needed, how)
+    for chunk in chunks(hidden, head, rows, how):
+        part, ids = chunk.rows, token_ids[chunk.rows]
+        saved = _row_pass(chunk, head, how, token_ids, valid, with_entropy, kernel)
+        logprobs[part] = saved[0]
+        if with_entropy:
+            entropy[part] = saved[1]
+        in_logprobs, in_entropy = slopes(saved[0], part)
+        use = valid[part]
+        if compact:
+            slope = in_logprobs if in_entropy is None else in_logprobs.abs() + in_entropy.abs()
+            use = use & (slope != 0)
+        kernel.backward(
+            in_logprobs, in_entropy, chunk.logits, ids, use, chunk.temperature, head.softcap,
+            head.vocab_size, saved, chunk.logits, compact=compact, block=how.block,
+        )  # fmt: skip
+        if compact:
+            kept = use.nonzero().squeeze(-1)
+            gradients.add(part[kept], chunk.logits[: len(kept)], chunk.hidden[kept])
+        else:
+            gradients.add(part, chunk.logits, chunk.hidden)
+    return logprobs, entropy, gradients.result()
+
+
+class Gradients:
+    """The gradients of hidden states, weight and bias, added up chunk by chunk."""
+
+    def __init__(
+        self, hidden: Tensor, head: Head, needed: tuple[bool, bool, bool], how: Plan
+    ) -> None:
+        """Allocate the gradients that are `needed`; the others stay empty."""
+        self._head, self._needed, self._how = head, needed, how
+        weight, empty = head.weight, hidden.new_empty(0)
+        # rounded once: in a single chunk as it is added, else at the end
+        self._sum_dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = weight.dtype if how.single else self._sum_dtype
+        self._hidden = torch.zeros_like(hidden) if needed[0] else empty
+        self._weight = weight.new_zeros(weight.shape, dtype=dtype) if needed[1] else empty
+        self._bias = (
+            weight.new_zeros(weight.shape[0], dtype=self._sum_dtype) if needed[2] else empty
+        )
+
+    def add(self, rows: Tensor, logits_grad: Tensor, hidden: Tensor) -> None:
+        """Add a chunk: logits' gradient ``(n, vocab_size)`` and its hidden states ``(n, H)``."""
+        need_hidden, need_weight, need_bias = self._needed
+        width = self._head.vocab_size
+        if need_hidden:
+            grad = _times_weight(logits_grad, self._head.weight[:width], self._how)
+            self._hidden[rows] = grad.to(self._hidden.dtype)
+        if need_weight:
+            _add_outer(self._weight[:width], logits_grad, hidden, self._sum_dtype, self._how)
+        if need_bias:
+            self._bias[:width] += logits_grad.sum(0, dtype=self._sum_dtype)
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients in their parameters' dtypes."""
+        bias = self._head.bias
+        return (
+            self._hidden,
+            self._weight.to(self._head.weight.dtype) if self._needed[1] else self._weight,
+            self._bias if bias is None or not self._needed[2] else self._bias.to(bias.dtype),
+        )
+
+
+def _row_pass(
+    chunk: Chunk,
+    head: Head,
+    how: Plan,
+    token_ids: Tensor,
+    valid: Tensor,
+    with_entropy: bool,
+    kernel: ModuleType,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return kernel.forward(
+        chunk.logits, token_ids[chunk.rows], valid[chunk.rows], chunk.temperature, head.softcap,
+        head.vocab_size, with_entropy, head.dtype, block=how.block,
+    )  # fmt: skip
+
+
+def _slices(weight: Tensor, how: Plan) -> Iterator[slice]:
+    return (slice(i, i + how.columns) for i in range(0, weight.shape[0], how.columns))
+
+
+def _project(hidden: Tensor, head: Head, how: Plan, out: Tensor) -> Tensor:
+    """Write ``hidden @ weight.T + bias`` to `out`; a weight of another dtype is cast in slices."""
+    weight = head.weight[: head.vocab_size]
+    bias = None if head.bias is None else head.bias[: head.vocab_size].to(how.dtype)
+    for part in [slice(None)] if weight.dtype == how.dtype else _slices(weight, how):
+        columns = weight[part].to(how.dtype).t()
+        if bias is None:
+            torch.mm(hidden, columns, out=out[:, part])
+        else:
+            torch.addmm(bias[part], hidden, columns, out=out[:, part])
+    return out
+
+
+def _times_weight(logits_grad: Tensor, weight: Tensor, how: Plan) -> Tensor:
+    if weight.dtype == how.dtype:
+        return logits_grad @ weight
+    grad = logits_grad.new_zeros(logits_grad.shape[0], weight.shape[1])
+    for part in _slices(weight, how):
+        grad.addmm_(logits_grad[:, part], weight[part].to(how.dtype))
+    return grad
+
+
+def _add_outer(
+    total: Tensor, logits_grad: Tensor, hidden: Tensor, dtype: torch.dtype, how: Plan
+) -> None:
+    """Add ``logits_grad.T @ hidden`` to `total`, with no rounding below `dtype` but the last."""
+    if total.dtype == logits_grad.dtype:
+        total.addmm_(logits_grad.t(), hidden)
+        return
+    wide = hidden.to(dtype)
+    for part in _slices(total, how):
+        total[part] += (logits_grad[:, part].to(dtype).t() @ wide).to(total.dtype)

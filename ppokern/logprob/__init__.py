@@ -1,0 +1,1 @@
+"""Log-probs of selected tokens from logits."""

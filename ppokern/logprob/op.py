@@ -1,0 +1,277 @@
+"""Log-probs of selected tokens from logits: public functions and their derivatives."""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+
+from ppokern import _backend, _check, _library
+from ppokern.logprob import reference
+
+KERNELS = {"torch": reference}
+
+
+class LogProbs(NamedTuple):
+    """Log-probs of the selected tokens and the entropies of their distributions, both in nats."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def _forward(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor,
+    softcap: float | None,
+    vocab_size: int,
+    with_entropy: bool,
+    backend: str,
+    inplace: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = _check.arithmetic(logits, temperature)
+    kernel = _backend.select("selected_logprobs", KERNELS, backend, logits.device, dtype)
+    return kernel.forward(
+        logits, token_ids, mask, temperature, softcap, vocab_size, with_entropy, dtype
+    )
+
+
+def _forward_fake(
+    logits: Tensor, token_ids: Tensor, mask: Any, temperature: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    dtype = _check.arithmetic(logits, temperature)
+    logprobs, entropy, maxima, log_sums = (
+        logits.new_empty(token_ids.shape, dtype=dtype) for _ in range(4)
+    )
+    return logprobs, entropy if options[2] else entropy.new_empty(0), maxima, log_sums
+
+
+def _gradient(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor,
+    maxima: Tensor,
+    log_sums: Tensor,
+    softcap: float | None,
+    vocab_size: int,
+    backend: str,
+    inplace: bool = False,
+) -> Tensor:
+    kernel = _backend.select("selected_logprobs", KERNELS, backend, logits.device, logprobs.dtype)
+    inplace = inplace and 0 not in logits.stride()  # expanded logits have no storage of their own
+    out = logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if inplace:
+        torch.autograd.graph.increment_version(logits)
+    saved = (logprobs, entropy, maxima, log_sums)
+    return kernel.backward(
+        grad_logprobs,
+        grad_entropy,
+        logits,
+        token_ids,
+        mask,
+        temperature,
+        softcap,
+        vocab_size,
+        saved,
+        out,
+    )
+
+
+def _gradient_fake(grad_logprobs: Any, grad_entropy: Any, logits: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    logits, token_ids, mask, temperature, *ctx.options = inputs
+    ctx.save_for_backward(logits, token_ids, mask, temperature, *output)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, gradient: Any, *grads: Any) -> tuple:
+    softcap, vocab_size, with_entropy, backend, inplace = ctx.options
+    grad_logprobs, grad_entropy = grads[0], grads[1] if with_entropy else None
+    if grad_logprobs is None and grad_entropy is None:
+        return (None,) * 9
+    grad = gradient(
+        grad_logprobs, grad_entropy, *ctx.saved_tensors, softcap, vocab_size, backend,
+        inplace and gradient is _gradient,  # a compiled graph plans its own memory
+    )  # fmt: skip
+    return grad, *(None,) * 8
+
+
+_selected_logprobs = _library.register(
+    "selected_logprobs",
+    _forward,
+    _forward_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    gradient=_gradient,
+    gradient_fake=_gradient_fake,
+)
+
+
+def checked_temperature(
+    temperature: float | Tensor, token_ids: Tensor, mask: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Check a temperature and return it 0-d or of ``token_ids``' shape, without a gradient.
+
+    A number becomes a tensor of `dtype` on the CPU, which any device reads without a
+    synchronisation.
+    """
+    if not isinstance(temperature, Tensor):
+        return torch.tensor(_check.positive("temperature", temperature), dtype=dtype)
+    temperature = _check.tensor("temperature", temperature.detach(), _check.NUMBERS)
+    shape, device = token_ids.shape, token_ids.device
+    if temperature.device != device and (temperature.dim() or temperature.device.type != "cpu"):
+        _check.fail("temperature", f"a tensor on {device}", f"one on {temperature.device}")
+    if temperature.dim():
+        try:
+            temperature = temperature.expand(shape)
+        except RuntimeError:
+            _check.fail(
+                "temperature", f"a shape that fits {tuple(shape)}", tuple(temperature.shape)
+            )
+    good = (temperature > 0) & (temperature < torch.inf)
+    if not _check.values_of(temperature):
+        return torch.where(good, temperature, torch.nan)
+    bad = ~good
+    if temperature.dim():
+        bad = bad & (token_ids != -100) if mask is None else bad & mask & (token_ids != -100)
+    if (at := _check.first(bad)) is not None:
+        got = f"{temperature.reshape(-1)[at].item()} at {_check.place(at, bad.shape)}"
+        _check.fail("temperature", "positive numbers", got)
+    return temperature
+
+
+def checked_softcap(softcap: float | None) -> float | None:
+    """Check a softcap."""
+    return None if softcap is None else _check.positive("softcap", softcap)
+
+
+def checked_vocab_size(vocab_size: int | None, width: int) -> int:
+    """Check a vocabulary size against the number of columns, which is the default."""
+    if vocab_size is None:
+        return width
+    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool):
+        _check.fail("vocab_size", "an integer", type(vocab_size).__name__, TypeError)
+    if not 0 < vocab_size <= width:
+        _check.fail("vocab_size", f"a number of columns in [1, {width}]", vocab_size)
+    return vocab_size
+
+
+def _logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    vocab_size: int | None,
+    inplace_backward: bool,
+    with_entropy: bool,
+) -> LogProbs:
+    _check.tensor("logits", logits)
+    if logits.dim() == 0:
+        _check.fail("logits", "shape (..., V)", "a 0-d tensor")
+    _check.like("token_ids", token_ids, logits.shape[:-1], logits.device, _check.INTEGERS)
+    _check.mask_like("mask", mask, token_ids.shape, logits.device)
+    vocab_size = checked_vocab_size(vocab_size, logits.shape[-1])
+    ids = token_ids.long()
+    temperature = checked_temperature(temperature, ids, mask, _check.arithmetic(logits))
+    softcap = checked_softcap(softcap)
+    _check.token_ids(ids, mask, vocab_size)
+    backend = _backend.named() if not torch.compiler.is_compiling() else ""
+    logprobs, entropy, *_ = _selected_logprobs(
+        logits, ids, mask, temperature, softcap, vocab_size, with_entropy, backend, inplace_backward
+    )
+    return LogProbs(logprobs, entropy)
+
+
+def selected_logprobs(
+    logits: Float[Tensor, "*batch V"],
+    token_ids: Integer[Tensor, "*batch"],
+    *,
+    mask: Bool[Tensor, "*batch"] | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    inplace_backward: bool = False,
+) -> Float[Tensor, "*batch"]:
+    """Log-probs of selected tokens, without a softmax over the vocabulary being kept.
+
+    ``z = logits``, then ``z = softcap * tanh(z / softcap)``, then ``z = z / temperature``; the
+    result is ``z[id] - logsumexp(z)``.
+
+    Args:
+        logits: ``(..., V)``, float32, bfloat16, float16 or float64, any strides. Position `i`
+            scores position `i` of `token_ids`: nothing is shifted.
+        token_ids: ``(...)``, any integer dtype. -100 counts as masked.
+        mask: ``(...)``, True = take part.
+        temperature: above 0; a tensor is broadcast to `token_ids` (one per token). Takes no
+            gradient.
+        softcap: above 0, in logits; None = none.
+        vocab_size: columns from there on are padding: outside the sum, without gradient.
+        inplace_backward: let the gradient take the storage of `logits` and raise its version.
+            Expanded logits, and a graph under `torch.compile`, take new storage.
+
+    Returns:
+        ``(...)``, nats, float32 (float64 where a tensor is).
+
+    Masking: what stands at a masked position is never read; its log-prob and gradient are 0.
+
+    Numerics: the maximum is subtracted before the temperature divides. A logit of ``-inf`` is a
+    forbidden token: log-prob ``-inf``, as for every token of a row of nothing else, whose gradient
+    is 0.
+
+    Raises:
+        IndexError: an unmasked id outside ``[0, vocab_size)``, named with its position. On CUDA the
+            row is NaN instead unless `set_validation` is on; under `torch.compile` always.
+        ValueError: a shape, device or number that does not fit.
+        TypeError: a dtype that does not fit.
+    """
+    return _logprobs(
+        logits, token_ids, mask, temperature, softcap, vocab_size, inplace_backward, False
+    ).logprobs
+
+
+def selected_logprobs_with_entropy(
+    logits: Float[Tensor, "*batch V"],
+    token_ids: Integer[Tensor, "*batch"],
+    *,
+    mask: Bool[Tensor, "*batch"] | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    inplace_backward: bool = False,
+) -> LogProbs:
+    """Log-probs of selected tokens and the entropy of each distribution, in one pass.
+
+    As `selected_logprobs`, with ``entropy = -sum_j p_j log p_j``, ``p = softmax(z)``. Both outputs
+    are differentiable.
+
+    Args:
+        logits: see `selected_logprobs`, as for all arguments.
+        token_ids: see there.
+        mask: see there.
+        temperature: see there.
+        softcap: see there.
+        vocab_size: see there.
+        inplace_backward: see there.
+
+    Returns:
+        ``LogProbs(logprobs, entropy)``, both ``(...)``, nats.
+
+    Numerics: ``0 log 0 = 0``; a row of nothing but ``-inf`` has entropy 0.
+
+    Raises:
+        IndexError, ValueError, TypeError: see `selected_logprobs`.
+    """
+    return _logprobs(
+        logits, token_ids, mask, temperature, softcap, vocab_size, inplace_backward, True
+    )

@@ -1,0 +1,187 @@
+"""Log-probs of selected tokens in plain torch: the specification, in every dtype, on any device.
+
+The rows are worked through in blocks that stay in cache, so nothing of the size of the logits is
+made but their gradient. A row's sum runs over fixed segments: its bits depend on the row alone.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ppokern import token_math as tm
+
+_SEGMENT = 1024  # tokens that are summed in one go
+_BLOCK = {"cpu": 2**18, "cuda": 2**26}  # logits of a block
+
+
+def forward(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor,
+    softcap: float | None,
+    vocab_size: int,
+    with_entropy: bool,
+    dtype: torch.dtype,
+    block: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probs, entropy (empty without), row maxima and log-sums, shaped as `token_ids`.
+
+    The last two are what the backward pass needs: ``logsumexp(z) = max / temperature + log_sum``.
+    """
+    shape, logits = token_ids.shape, _rows_of(logits)
+    logprobs, entropy, maxima, log_sums = (
+        torch.zeros(token_ids.numel(), dtype=dtype, device=logits.device) for _ in range(4)
+    )
+    ids, valid, bad = _selected(token_ids, mask, vocab_size)
+    for rows in _blocks(valid, logits.shape[-1], block):
+        raw = _read(logits, rows)[:, :vocab_size].to(dtype)  # (n, V)
+        z, row_max = _tempered(raw, None, _at(temperature, rows), softcap)
+        target = z.gather(-1, ids[rows].unsqueeze(-1)).squeeze(-1)
+        exp = z.exp()
+        row_sum = _row_sum(exp)
+        log_sum = row_sum.log()
+        forbidden = row_max == -torch.inf  # a row of nothing but -inf
+        logprobs[rows] = torch.where(forbidden, -torch.inf, target - log_sum)
+        maxima[rows], log_sums[rows] = row_max, log_sum
+        if with_entropy:
+            mean = _row_sum(tm.entropy_term(exp, z)) / row_sum
+            entropy[rows] = torch.where(forbidden, 0.0, log_sum + mean)
+    if logits.device.type != "cpu" or bool(bad.any()):
+        for x in (logprobs, entropy, log_sums):
+            x.copy_(torch.where(valid, torch.where(bad, torch.nan, x), 0.0))
+    outputs = (logprobs, entropy if with_entropy else entropy[:0], maxima, log_sums)
+    return tuple(x.view(shape) if x.numel() == token_ids.numel() else x for x in outputs)
+
+
+def backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor,
+    softcap: float | None,
+    vocab_size: int,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
+    compact: bool = False,
+    block: int | None = None,
+) -> Tensor:
+    """Write the gradient of the logits to `out`, which may be `logits` itself, and return it.
+
+    Args:
+        grad_logprobs: incoming gradients, of ``token_ids``' shape, or None.
+        grad_entropy: the same for the entropy.
+        logits: as in `forward`, like all arguments between.
+        token_ids: see there.
+        mask: see there.
+        temperature: see there.
+        softcap: see there.
+        vocab_size: see there.
+        saved: what `forward` returned.
+        out: of ``logits``' shape; rows that are masked become 0.
+        compact: write the gradients of the unmasked rows to the first rows of `out`, and leave the
+            others.
+        block: logits of a block, by default what stays in cache.
+    """
+    logprobs, entropy, maxima, log_sums = (x.reshape(-1) for x in saved)
+    dtype, logits, result, out = logprobs.dtype, _rows_of(logits), out, _rows_of(out)
+    grad_logprobs, grad_entropy = (
+        None if g is None else g.reshape(-1).to(dtype) for g in (grad_logprobs, grad_entropy)
+    )
+    ids, valid, _ = _selected(token_ids, mask, vocab_size)
+    done = 0
+    for rows in _blocks(valid, logits.shape[-1], block):
+        raw = _read(logits, rows)[:, :vocab_size].to(dtype)  # (n, V)
+        at_rows = _at(temperature, rows)
+        z, _ = _tempered(raw, maxima[rows], at_rows, softcap)
+        row_logprobs = z - log_sums[rows].unsqueeze(-1)
+        prob = row_logprobs.exp()
+        grad = torch.zeros_like(prob)
+        if grad_logprobs is not None:
+            incoming = grad_logprobs[rows].unsqueeze(-1)
+            grad = -incoming * prob
+            own = incoming * tm.own_logprob_slope(logprobs[rows]).unsqueeze(-1)
+            grad.scatter_(-1, ids[rows].unsqueeze(-1), own)
+        if grad_entropy is not None:
+            slope = tm.entropy_slope(prob, row_logprobs, entropy[rows].unsqueeze(-1))
+            grad += grad_entropy[rows].unsqueeze(-1) * slope
+        grad /= at_rows if at_rows.dim() == 0 else at_rows.unsqueeze(-1)
+        if softcap is not None:
+            grad *= tm.softcap_slope(raw, softcap)
+        dead = ~valid[rows] | (maxima[rows] == -torch.inf)
+        grad.masked_fill_(dead.unsqueeze(-1), 0.0)
+        to = torch.arange(done, done + len(rows), device=rows.device) if compact else rows
+        _write(out, to, grad, vocab_size)
+        done += len(rows)
+    if not compact and done < valid.numel():
+        out.masked_fill_(~valid.view(*out.shape[:-1], 1), 0.0)
+    return result
+
+
+def _selected(token_ids: Tensor, mask: Tensor | None, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids that are safe to gather with, which tokens take part, and which are bad."""
+    ids = token_ids.reshape(-1).long()
+    valid = ids != -100
+    if mask is not None:
+        valid = valid & mask.reshape(-1)
+    bad = valid & ((ids < 0) | (ids >= limit))
+    return torch.where(valid & ~bad, ids, 0), valid, bad
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """Return ``(..., V)`` as a view ``(N, V)``, or as it is where its strides allow none."""
+    try:
+        return x.view(x.shape[:-1].numel(), x.shape[-1])
+    except RuntimeError:
+        return x
+
+
+def _blocks(valid: Tensor, width: int, block: int | None) -> Iterator[Tensor]:
+    """Yield the row numbers of one block after the other.
+
+    On the CPU masked rows are left out; elsewhere that would have to be read back.
+    """
+    rows = torch.arange(valid.numel(), device=valid.device)
+    if valid.device.type == "cpu":
+        rows = rows[valid]
+    size = block or _BLOCK.get(valid.device.type, _BLOCK["cuda"])
+    return iter(rows.split(max(1, size // max(1, width)))) if len(rows) and width else iter(())
+
+
+def _read(logits: Tensor, rows: Tensor) -> Tensor:
+    """Return a copy of some rows of ``(..., V)``, whatever its strides; nothing else is copied."""
+    if logits.dim() == 2:
+        return logits.index_select(0, rows)
+    return logits[torch.unravel_index(rows, logits.shape[:-1])]
+
+
+def _write(out: Tensor, rows: Tensor, values: Tensor, vocab_size: int) -> None:
+    where = (rows,) if out.dim() == 2 else torch.unravel_index(rows, out.shape[:-1])
+    out[..., :vocab_size][where] = values.to(out.dtype)
+    if vocab_size < out.shape[-1]:
+        out[..., vocab_size:][where] = 0.0
+
+
+def _at(per_token: Tensor, rows: Tensor) -> Tensor:
+    return per_token if per_token.dim() == 0 else per_token.reshape(-1)[rows]
+
+
+def _tempered(
+    raw: Tensor, row_max: Tensor | None, temperature: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return ``(z - max) / temperature`` with ``z`` softcapped, and the maximum."""
+    z = raw if softcap is None else tm.softcap_logit(raw, softcap)
+    row_max = z.amax(-1) if row_max is None else row_max
+    top = torch.where(row_max == -torch.inf, 0.0, row_max).unsqueeze(-1)
+    scale = temperature if temperature.dim() == 0 else temperature.unsqueeze(-1)
+    return tm.tempered_logit(z, top, scale.to(z.dtype)), row_max
+
+
+def _row_sum(x: Tensor) -> Tensor:
+    """Return the sums of rows, over the same segments in the same order for any number of rows."""
+    whole = x.shape[-1] // _SEGMENT * _SEGMENT
+    tail = x[:, whole:].sum(-1)
+    return tail + x[:, :whole].unflatten(-1, (-1, _SEGMENT)).sum(-1).sum(-1) if whole else tail

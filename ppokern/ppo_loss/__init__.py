@@ -1,0 +1,1 @@
+"""The clipped PPO losses."""

@@ -1,0 +1,394 @@
+"""The clipped PPO losses: the public functions, and how they are differentiated."""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+
+from ppokern import _backend, _check, _library, token_math
+from ppokern.ppo_loss import reference
+from ppokern.ppo_loss.reference import Inputs, Options, Output
+
+KERNELS = {"torch": reference.forward}
+AGGREGATES = ("token_mean", "sequence_mean", "sequence_sum", "sum", "none")
+RATIOS = ("token", "sequence")
+_INPUTS = len(Inputs._fields)
+
+
+class Loss(NamedTuple):
+    """A loss and its statistics, detached 0-d tensors taken in the same pass."""
+
+    loss: Tensor
+    stats: dict[str, Tensor]
+
+
+def _forward(*args: Any) -> Output:
+    x, o, backend = Inputs(*args[:_INPUTS]), Options(*args[_INPUTS:-1]), args[-1]
+    device = next(t.device for t in x if t is not None)
+    kernel = _backend.select("ppo_loss", KERNELS, backend, device, reference.arithmetic(x))
+    return kernel(x, o)
+
+
+def _forward_fake(*args: Any) -> Output:
+    x, o = Inputs(*args[:_INPUTS]), Options(*args[_INPUTS:-1])
+    like = next(t for t in x if t is not None)
+
+    def new(on: object, shape: tuple = like.shape) -> Tensor:
+        return like.new_empty(shape if on else 0, dtype=reference.arithmetic(x))
+
+    policy, kl = x.logprobs is not None, x.ref_logprobs is not None and o.kl_coef != 0
+    return Output(
+        new(True, like.shape if o.aggregate == "none" else ()),
+        new(True, (len(reference.stat_names(x, o)),)),
+        new((policy and not o.sequence_ratio) or kl),
+        new(policy and o.sequence_ratio),
+        new(x.entropy is not None and o.entropy_coef != 0),
+        new(x.values is not None and o.value_coef != 0),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, output = Inputs(*inputs[:_INPUTS]), Output(*output)
+    ctx.save_for_backward(*output[2:], x.mask, x.cu_seqlens, *x[:3])
+    ctx.dtypes = [None if t is None else t.dtype for t in x[:3]]
+    ctx.count = len(inputs)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, gradient: Any, grad: Tensor | None, *rest: Any) -> tuple:
+    if grad is None:
+        return (None,) * ctx.count
+    logprob, ratio, entropy, value, mask, cu_seqlens, *_ = ctx.saved_tensors
+    grads = [grad * slopes if slopes.numel() else None for slopes in (logprob, entropy, value)]
+    if ratio.numel():
+        shared = reference.share_ratio_slopes(grad * ratio, mask, cu_seqlens)
+        grads[0] = shared if grads[0] is None else grads[0] + shared
+    grads = [None if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)]
+    return *grads, *(None,) * (ctx.count - 3)
+
+
+_ppo_loss = _library.register(
+    "ppo_loss",
+    _forward,
+    _forward_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    schema=_library.schema_of(Inputs, Options, returns=len(Output._fields)),
+)
+
+
+def checked_clip_range(clip_range: float | tuple[float, float]) -> tuple[float, float]:
+    """Check a clip range and return it as (low, high)."""
+    pair = clip_range if isinstance(clip_range, (tuple, list)) else (clip_range, clip_range)
+    if len(pair) != 2:
+        _check.fail("clip_range", "a number or (low, high)", clip_range)
+    low, high = (_check.number("clip_range", bound, 0) for bound in pair)
+    return low, high
+
+
+def checked_denominator(
+    name: str, denominator: float | Tensor | None, aggregate: str, device: torch.device
+) -> Tensor | None:
+    """Check a denominator and return it as a 0-d tensor without a gradient."""
+    if denominator is None:
+        return None
+    if aggregate in ("sum", "none"):
+        _check.fail(name, f"None with aggregate={aggregate!r}", denominator)
+    if not isinstance(denominator, Tensor):
+        return torch.tensor(_check.number(name, denominator, 0), dtype=torch.float64)
+    denominator = _check.tensor(name, denominator.detach(), _check.NUMBERS)
+    if denominator.dim():
+        _check.fail(name, "a number or a 0-d tensor", f"shape {tuple(denominator.shape)}")
+    if denominator.device != device and denominator.device.type != "cpu":
+        _check.fail(name, f"a tensor on {device}", f"one on {denominator.device}")
+    return denominator
+
+
+def checked_options(
+    clip_range: float | tuple[float, float] = 0.2,
+    dual_clip: float | None = None,
+    ratio: str = "token",
+    aggregate: str = "token_mean",
+    log_ratio_limit: float | None = None,
+    entropy_coef: float = 0.0,
+    kl_coef: float = 0.0,
+    kl_kind: str = "k3",
+    value_clip_range: float | None = None,
+    value_coef: float = 1.0,
+) -> Options:
+    """Check the numbers of a call."""
+    low, high = checked_clip_range(clip_range)
+    if dual_clip is not None and not _check.number("dual_clip", dual_clip) > 1:
+        _check.fail("dual_clip", "a number above 1", dual_clip)
+    _check.choice("ratio", ratio, RATIOS)
+    _check.choice("aggregate", aggregate, AGGREGATES)
+    _check.choice("kl_kind", kl_kind, tuple(token_math.KL))
+    if log_ratio_limit is not None:
+        _check.positive("log_ratio_limit", log_ratio_limit)
+    if value_clip_range is not None:
+        _check.number("value_clip_range", value_clip_range, 0)
+    coefs = {"entropy_coef": entropy_coef, "kl_coef": kl_coef, "value_coef": value_coef}
+    for name, coef in coefs.items():
+        if abs(_check.number(name, coef)) == float("inf"):
+            _check.fail(name, "a finite number", coef)
+    return Options(
+        low, high, dual_clip, ratio == "sequence", log_ratio_limit, aggregate,
+        entropy_coef, kl_coef, kl_kind, value_clip_range, value_coef,
+    )  # fmt: skip
+
+
+def checked_tensors(like: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor | None) -> None:
+    """Check per-token tensors against `like`; those whose name ends in `mask` are bool."""
+    for name, x in tensors.items():
+        if name.endswith("mask"):
+            _check.mask_like(name, x, like.shape, like.device)
+        else:
+            _check.like(name, x, like.shape, like.device)
+    if cu_seqlens is not None:
+        _check.cu_seqlens(cu_seqlens, like.shape, like.device)
+    if _check.validating() and like.device.type == "cpu":
+        mask, value_mask = tensors.get("mask"), tensors.get("value_mask")
+        for name, x in tensors.items():
+            if x is None or name.endswith("mask"):
+                continue
+            if name == "logprobs":  # -inf is a forbidden token
+                x = x.masked_fill(x == -torch.inf, 0.0)
+            of_values = name in ("values", "old_values", "returns") and value_mask is not None
+            _check.finite(name, x, value_mask if of_values else mask)
+
+
+def run(x: Inputs, o: Options) -> Loss:
+    """Run the op on checked arguments."""
+    backend = _backend.named() if not torch.compiler.is_compiling() else ""
+    loss, stats, *_ = _ppo_loss(*x, *o, backend)
+    return Loss(loss, dict(zip(reference.stat_names(x, o), stats.unbind(), strict=True)))
+
+
+def ppo_policy_loss(
+    logprobs: Float[Tensor, "*batch"],
+    old_logprobs: Float[Tensor, "*batch"],
+    advantages: Float[Tensor, "*batch"],
+    *,
+    mask: Bool[Tensor, "*batch"] | None = None,
+    clip_range: float | tuple[float, float] = 0.2,
+    dual_clip: float | None = None,
+    ratio: str = "token",
+    weights: Float[Tensor, "*batch"] | None = None,
+    aggregate: str = "token_mean",
+    denominator: float | Tensor | None = None,
+    cu_seqlens: Integer[Tensor, " S+1"] | None = None,
+    log_ratio_limit: float | None = 20.0,
+) -> Loss:
+    """The clipped policy loss of PPO, with its statistics.
+
+    Per token ``-min(r A, clip(r, 1 - low, 1 + high) A)`` with ``r = exp(logprobs - old_logprobs)``.
+    The gradient in a log-prob is ``-r A``, and 0 where ``A > 0`` and ``r > 1 + high``, or ``A < 0``
+    and ``r < 1 - low``. On the edge itself it flows.
+
+    Args:
+        logprobs: ``(...)``, nats, of the current policy. Takes the gradient; all else is constant.
+        old_logprobs: ``(...)``, nats, of the policy that sampled, at the same temperature.
+        advantages: ``(...)``.
+        mask: ``(...)``, True = take part.
+        clip_range: a number or ``(low, high)``; ``inf`` does not clip.
+        dual_clip: a number above 1: for ``A < 0`` the objective is not below ``dual_clip * A``.
+        ratio: ``"token"``, or ``"sequence"``: one ratio per sequence, the exponential of its mean
+            log-ratio (GSPO).
+        weights: ``(...)``, factors of the tokens' losses (truncated importance weights,
+            ``gamma**t``).
+        aggregate: ``"token_mean"``, over all unmasked tokens; ``"sequence_mean"``, over sequences,
+            of their token means; ``"sequence_sum"``, over sequences, of their token sums;
+            ``"sum"``; ``"none"``, per token. A sequence is a row of ``(..., T)``, all of ``(N,)``,
+            or a segment of `cu_seqlens`; one without an unmasked token does not count.
+        denominator: takes the place of the count of tokens or sequences, so that micro-batches and
+            ranks add up to the whole batch.
+        cu_seqlens: ``(S + 1,)``, int32 or int64: the tensors are packed, ``(total,)``.
+        log_ratio_limit: the (mean) log-ratio is limited to plus or minus this before the
+            exponential, without a gradient beyond; None = no limit.
+
+    Returns:
+        ``Loss(loss, stats)``: a 0-d tensor (``(...)`` for ``"none"``), float32 or float64, and a
+        dict of detached 0-d tensors: ``policy_loss``, ``ratio_mean``, ``ratio_min``, ``ratio_max``,
+        ``approx_kl_k1``, ``approx_kl_k2``, ``approx_kl_k3`` (old against new), ``clip_fraction``
+        (ratio outside the range), ``clip_fraction_active`` (of these, without a gradient),
+        ``n_tokens``, ``n_sequences``. The ``approx_kl_*`` see sampled actions only: a policy that
+        moves mass between actions that were not sampled can be far away while they read 0.
+
+    Masking: what stands at a masked position is never read. Nothing unmasked: loss, gradients and
+    statistics are 0.
+
+    Numerics: a log-prob of ``-inf`` is a ratio of 0 without a gradient; any other value that is not
+    finite makes the loss NaN or infinite, whatever it is multiplied by.
+
+    Raises:
+        ValueError: a shape, device, option or number that does not fit; `denominator` with
+            ``"sum"`` or ``"none"``; under validation a value that is not finite, with its place.
+        TypeError: a dtype that does not fit.
+
+    Source: Schulman et al. 2017 (arXiv 1707.06347), equation 7; dual clip: Ye et al. 2020 (arXiv
+    1912.09729); sequence ratio: Zheng et al. 2025 (arXiv 2507.18071), equation 5.
+    """
+    o = checked_options(clip_range, dual_clip, ratio, aggregate, log_ratio_limit)
+    _check.tensor("logprobs", logprobs)
+    checked_tensors(
+        logprobs, cu_seqlens, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages,
+        mask=mask, weights=weights,
+    )  # fmt: skip
+    denominator = checked_denominator("denominator", denominator, aggregate, logprobs.device)
+    x = Inputs(
+        logprobs, None, None, old_logprobs, advantages, weights, None, None, None, mask, None,
+        cu_seqlens, denominator, None,
+    )  # fmt: skip
+    return run(x, o)
+
+
+def ppo_value_loss(
+    values: Float[Tensor, "*batch"],
+    old_values: Float[Tensor, "*batch"],
+    returns: Float[Tensor, "*batch"],
+    *,
+    mask: Bool[Tensor, "*batch"] | None = None,
+    clip_range: float | None = 0.2,
+    aggregate: str = "token_mean",
+    denominator: float | Tensor | None = None,
+    cu_seqlens: Integer[Tensor, " S+1"] | None = None,
+) -> Loss:
+    """The clipped value loss of PPO, with its statistics.
+
+    Per token ``0.5 * max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2)``.
+
+    Args:
+        values: ``(...)``, of the current critic. Takes the gradient; all else is constant.
+        old_values: ``(...)``, of the critic at sampling; not read without clipping.
+        returns: ``(...)``, the targets.
+        mask: ``(...)``, True = take part.
+        clip_range: ``e``, in units of value; None = no clipping.
+        aggregate: see `ppo_policy_loss`.
+        denominator: see `ppo_policy_loss`.
+        cu_seqlens: see `ppo_policy_loss`.
+
+    Returns:
+        ``Loss(loss, stats)`` with ``value_loss``, ``value_clip_fraction`` (the clipped error is the
+        larger one; absent without clipping), ``n_tokens``, ``n_sequences``.
+
+    Masking and Numerics: see `ppo_policy_loss`.
+
+    Raises:
+        ValueError, TypeError: see `ppo_policy_loss`.
+
+    Source: OpenAI baselines, ppo2; Engstrom et al. 2020 (arXiv 2005.12729), section 3.
+    """
+    o = checked_options(aggregate=aggregate, value_clip_range=clip_range)
+    _check.tensor("values", values)
+    checked_tensors(
+        values, cu_seqlens, values=values, old_values=old_values, returns=returns, mask=mask
+    )
+    denominator = checked_denominator("denominator", denominator, aggregate, values.device)
+    x = Inputs(
+        None, None, values, None, None, None, None, old_values, returns, mask, None, cu_seqlens,
+        None, denominator,
+    )  # fmt: skip
+    return run(x, o)
+
+
+def ppo_loss(
+    logprobs: Float[Tensor, "*batch"],
+    old_logprobs: Float[Tensor, "*batch"],
+    advantages: Float[Tensor, "*batch"],
+    values: Float[Tensor, "*batch"],
+    old_values: Float[Tensor, "*batch"],
+    returns: Float[Tensor, "*batch"],
+    *,
+    mask: Bool[Tensor, "*batch"] | None = None,
+    value_mask: Bool[Tensor, "*batch"] | None = None,
+    clip_range: float | tuple[float, float] = 0.2,
+    value_clip_range: float | None = 0.2,
+    value_coef: float = 0.5,
+    value_denominator: float | Tensor | None = None,
+    entropy: Float[Tensor, "*batch"] | None = None,
+    entropy_coef: float = 0.0,
+    ref_logprobs: Float[Tensor, "*batch"] | None = None,
+    kl_coef: float = 0.0,
+    kl_kind: str = "k3",
+    dual_clip: float | None = None,
+    ratio: str = "token",
+    weights: Float[Tensor, "*batch"] | None = None,
+    aggregate: str = "token_mean",
+    denominator: float | Tensor | None = None,
+    cu_seqlens: Integer[Tensor, " S+1"] | None = None,
+    log_ratio_limit: float | None = 20.0,
+) -> Loss:
+    """The whole loss of PPO in one pass: policy, value, entropy bonus and KL to a reference.
+
+    ``policy + value_coef * value - entropy_coef * entropy + kl_coef * KL(kl_kind)``, each term
+    aggregated in the same way. A coefficient of 0 switches its term off.
+
+    Args:
+        logprobs: see `ppo_policy_loss`.
+        old_logprobs: see `ppo_policy_loss`.
+        advantages: see `ppo_policy_loss`.
+        values: see `ppo_value_loss`.
+        old_values: see `ppo_value_loss`.
+        returns: see `ppo_value_loss`.
+        mask: see `ppo_policy_loss`.
+        value_mask: of the value term; by default `mask`.
+        clip_range: see `ppo_policy_loss`.
+        value_clip_range: ``clip_range`` of `ppo_value_loss`.
+        value_coef: factor of the value term.
+        value_denominator: of the value term; by default `denominator`.
+        entropy: ``(...)``, nats. Takes a gradient.
+        entropy_coef: factor of the entropy bonus.
+        ref_logprobs: ``(...)``, nats, of the reference policy.
+        kl_coef: factor of the KL term.
+        kl_kind: see `ppokern.kl_estimate`.
+        dual_clip: see `ppo_policy_loss`, as for all that follow.
+        ratio: see there.
+        weights: see there; of the policy term only.
+        aggregate: see there.
+        denominator: see there.
+        cu_seqlens: see there.
+        log_ratio_limit: see there.
+
+    Returns:
+        ``Loss(loss, stats)`` with the statistics of both losses; ``policy_loss`` and ``value_loss``
+        are the terms as they enter the loss, before their factors. ``entropy`` and ``kl`` (means)
+        are there where the tensors are. ``n_tokens`` and ``n_sequences`` are those of `mask`.
+
+    Masking and Numerics: see `ppo_policy_loss`.
+
+    Raises:
+        ValueError, TypeError: see `ppo_policy_loss`; a coefficient other than 0 without its tensor.
+
+    Source: Schulman et al. 2017 (arXiv 1707.06347), equation 9.
+    """
+    o = checked_options(
+        clip_range, dual_clip, ratio, aggregate, log_ratio_limit, entropy_coef, kl_coef, kl_kind,
+        value_clip_range, value_coef,
+    )  # fmt: skip
+    _check.tensor("logprobs", logprobs)
+    need_tensor("entropy", entropy, entropy_coef)
+    need_tensor("ref_logprobs", ref_logprobs, kl_coef)
+    checked_tensors(
+        logprobs, cu_seqlens, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages,
+        values=values, old_values=old_values, returns=returns, mask=mask, value_mask=value_mask,
+        entropy=entropy, ref_logprobs=ref_logprobs, weights=weights,
+    )  # fmt: skip
+    device = logprobs.device
+    denominator = checked_denominator("denominator", denominator, aggregate, device)
+    value_denominator = checked_denominator(
+        "value_denominator", value_denominator, aggregate, device
+    )
+    x = Inputs(
+        logprobs, entropy, values, old_logprobs, advantages, weights, ref_logprobs, old_values,
+        returns, mask, mask if value_mask is None else value_mask, cu_seqlens, denominator,
+        denominator if value_denominator is None else value_denominator,
+    )  # fmt: skip
+    return run(x, o)
+
+
+def need_tensor(name: str, x: Tensor | None, coef: float) -> None:
+    """Check that a term that is on has its tensor."""
+    if x is None and coef != 0:
+        _check.fail(name, f"a tensor, as its coefficient is {coef:g}", "None")

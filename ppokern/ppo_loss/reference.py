@@ -1,0 +1,273 @@
+"""The PPO losses in plain torch: the specification. Value, statistics and gradients in one pass."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppokern import _check
+from ppokern import token_math as tm
+from ppokern._sequences import Sequences
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call: per token but for the last three; None = that part is off."""
+
+    logprobs: Tensor | None
+    entropy: Tensor | None
+    values: Tensor | None
+    old_logprobs: Tensor | None
+    advantages: Tensor | None
+    weights: Tensor | None
+    ref_logprobs: Tensor | None
+    old_values: Tensor | None
+    returns: Tensor | None
+    mask: Tensor | None
+    value_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    denominator: Tensor | None  # 0-d
+    value_denominator: Tensor | None  # 0-d
+
+
+class Options(NamedTuple):
+    """The numbers of a call."""
+
+    low: float
+    high: float
+    dual_clip: float | None
+    sequence_ratio: bool
+    log_ratio_limit: float | None
+    aggregate: str
+    entropy_coef: float
+    kl_coef: float
+    kl_kind: str
+    value_clip_range: float | None
+    value_coef: float
+
+
+class Output(NamedTuple):
+    """The loss, its statistics, and its slopes (empty where a part is off).
+
+    `ratio_slopes` belong to ratios of sequences: each is shared by all tokens of its sequence.
+    """
+
+    loss: Tensor
+    stats: Tensor
+    logprob_slopes: Tensor
+    ratio_slopes: Tensor
+    entropy_slopes: Tensor
+    value_slopes: Tensor
+
+
+def stat_names(x: Inputs, o: Options) -> tuple[str, ...]:
+    """Return the names of the statistics of a call, in order."""
+    names = []
+    if x.logprobs is not None:
+        names += ["policy_loss", "ratio_mean", "ratio_min", "ratio_max"]
+        names += ["approx_kl_k1", "approx_kl_k2", "approx_kl_k3"]
+        names += ["clip_fraction", "clip_fraction_active"]
+    if x.entropy is not None:
+        names.append("entropy")
+    if x.ref_logprobs is not None:
+        names.append("kl")
+    if x.values is not None:
+        names.append("value_loss")
+        names += ["value_clip_fraction"] if o.value_clip_range is not None else []
+    return (*names, "n_tokens", "n_sequences")
+
+
+def arithmetic(x: Inputs) -> torch.dtype:
+    """Return the dtype of a call's arithmetic."""
+    return _check.arithmetic(*x[:9])
+
+
+def forward(x: Inputs, o: Options) -> Output:
+    """Return the loss with its statistics and slopes."""
+    dtype = arithmetic(x)
+    like = x.logprobs if x.logprobs is not None else x.values
+    sequences = Sequences(like.shape, x.cu_seqlens)
+    valid = like.new_ones(like.shape, dtype=torch.bool) if x.mask is None else x.mask
+    stats, parts, slopes = {}, [], {}
+
+    if x.logprobs is not None:
+        mean = _Mean(valid, dtype)
+        scale = token_scale(valid, sequences, o.aggregate, x.denominator, dtype)
+        logprobs, old, advantages, weights, ref, entropy = (
+            None if t is None else torch.where(valid, t.to(dtype), 0.0)
+            for t in (
+                x.logprobs, x.old_logprobs, x.advantages, x.weights, x.ref_logprobs, x.entropy
+            )
+        )  # fmt: skip
+        own_log_ratio = log_ratio = logprobs - old
+        if o.sequence_ratio:
+            counts = sequences.sum(valid.to(dtype)).clamp(min=1)
+            log_ratio = torch.where(valid, sequences.spread(sequences.sum(log_ratio) / counts), 0.0)
+        loss, slope, flat, ratio = surrogate(log_ratio, logprobs, old, advantages, weights, o)
+        parts.append(policy := _aggregate(loss, scale, o))
+        slopes["ratio_slopes" if o.sequence_ratio else "logprob_slopes"] = scale * slope
+        outside = (ratio < 1 - o.low) | (ratio > 1 + o.high)
+        stats |= {
+            "policy_loss": mean(loss) if o.aggregate == "none" else policy,
+            "ratio_mean": mean(ratio),
+            "ratio_min": mean.extreme(ratio, torch.amin, torch.inf),
+            "ratio_max": mean.extreme(ratio, torch.amax, -torch.inf),
+            "clip_fraction": mean(outside.to(dtype)),
+            "clip_fraction_active": mean(flat.to(dtype)),
+        }
+        for kind, estimate in tm.KL.items():
+            stats[f"approx_kl_{kind}"] = mean(estimate(-own_log_ratio))
+        if entropy is not None:
+            stats["entropy"] = mean(entropy)
+            if o.entropy_coef != 0:
+                parts.append(-o.entropy_coef * _aggregate(entropy, scale, o))
+                slopes["entropy_slopes"] = -o.entropy_coef * scale
+        if ref is not None:
+            kl = torch.where(valid, tm.KL[o.kl_kind](logprobs - ref), 0.0)
+            stats["kl"] = mean(kl)
+            if o.kl_coef != 0:
+                parts.append(o.kl_coef * _aggregate(kl, scale, o))
+                slopes["logprob_slopes"] = kl_slopes(logprobs, ref, scale, o) + slopes.get(
+                    "logprob_slopes", 0.0
+                )
+
+    if x.values is not None:
+        value_valid = valid if x.value_mask is None else x.value_mask
+        mean = _Mean(value_valid, dtype)
+        scale = token_scale(value_valid, sequences, o.aggregate, x.value_denominator, dtype)
+        values, old, returns = (
+            torch.where(value_valid, t.to(dtype), 0.0) for t in (x.values, x.old_values, x.returns)
+        )
+        if o.value_clip_range is None:
+            loss, slope = tm.value_error(values, returns)
+        else:
+            loss, slope, larger = tm.clip_value(values, old, returns, o.value_clip_range)
+            stats["value_clip_fraction"] = mean(larger.to(dtype))
+        value = _aggregate(loss, scale, o)
+        stats["value_loss"] = mean(loss) if o.aggregate == "none" else value
+        if o.value_coef != 0:
+            parts.append(o.value_coef * value)
+            slopes["value_slopes"] = o.value_coef * scale * slope
+
+    stats["n_tokens"] = valid.sum().to(dtype)
+    stats["n_sequences"] = (sequences.sum(valid.to(dtype)) > 0).sum().to(dtype)
+    ordered = torch.stack([stats[name] for name in stat_names(x, o)])
+    total = sum(parts[1:], parts[0]) if parts else like.new_zeros((), dtype=dtype)
+    for name in Output._fields[2:]:
+        slopes.setdefault(name, like.new_empty(0, dtype=dtype))
+    return Output(total, ordered, **slopes)
+
+
+def surrogate(
+    log_ratio: Tensor,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor | None,
+    o: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return each token's policy loss, its slope in the log-ratio, where it is flat, the ratio.
+
+    A log-prob of ``-inf`` makes a ratio of 0 without a slope; any other value that is not finite
+    makes the loss NaN.
+    """
+    forbidden = log_ratio == -torch.inf
+    limit = torch.inf if o.log_ratio_limit is None else o.log_ratio_limit
+    limited = log_ratio.clamp(-limit, limit)
+    ratio = torch.where(forbidden, 0.0, limited.exp())
+    loss, slope, flat = tm.clip_surrogate(ratio, advantages, o.low, o.high, o.dual_clip)
+    slope = torch.where((log_ratio.abs() > limit) | forbidden, 0.0, slope)
+    broken = ~old_logprobs.isfinite() | ~advantages.isfinite()
+    broken = broken | logprobs.isnan() | (logprobs == torch.inf)
+    if weights is not None:
+        off = weights == 0
+        loss = torch.where(off, 0.0, weights * loss)
+        slope = torch.where(off, 0.0, weights * slope)
+        broken = broken | ~weights.isfinite()
+    loss, slope = (torch.where(broken, torch.nan, term) for term in (loss, slope))
+    return loss, slope, flat, ratio
+
+
+def kl_slopes(logprobs: Tensor, ref_logprobs: Tensor, scale: Tensor, o: Options) -> Tensor:
+    """Return the slopes of the KL term as it enters the loss."""
+    slope = tm.KL_SLOPE[o.kl_kind](logprobs - ref_logprobs)
+    return torch.where(scale == 0, 0.0, o.kl_coef * scale * slope)
+
+
+class TokenSlopes:
+    """The loss's slopes for some tokens of a call at a time, before all log-probs are known."""
+
+    def __init__(self, x: Inputs, o: Options, dtype: torch.dtype) -> None:
+        """Take a call with a ratio per token, but for its log-probs and entropy; it has a mask."""
+        valid = x.mask
+        scale = token_scale(
+            valid, Sequences(valid.shape, x.cu_seqlens), o.aggregate, x.denominator, dtype
+        )
+        self._o, self._scale = o, scale.view(-1)
+        self._old, self._advantages, self._weights, self._ref = (
+            None if t is None else torch.where(valid, t.to(dtype), 0.0).view(-1)
+            for t in (x.old_logprobs, x.advantages, x.weights, x.ref_logprobs)
+        )
+
+    def __call__(self, logprobs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return some tokens' slopes in log-probs and in entropies (None: no bonus)."""
+        o, scale, old = self._o, self._scale[rows], self._old[rows]
+        weights = None if self._weights is None else self._weights[rows]
+        slope = surrogate(logprobs - old, logprobs, old, self._advantages[rows], weights, o)[1]
+        slope = scale * slope
+        if self._ref is not None and o.kl_coef != 0:
+            slope = slope + kl_slopes(logprobs, self._ref[rows], scale, o)
+        return slope, -o.entropy_coef * scale if o.entropy_coef != 0 else None
+
+
+def token_scale(
+    valid: Tensor,
+    sequences: Sequences,
+    aggregate: str,
+    denominator: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return what each token's term is multiplied by in the aggregate's sum."""
+    ones = valid.to(dtype)
+    if aggregate in ("none", "sum"):
+        return ones
+    if aggregate == "token_mean":
+        count = valid.sum() if denominator is None else denominator
+        return torch.where(valid, 1 / count.to(dtype), 0.0)
+    lengths = sequences.sum(ones)
+    count = (lengths > 0).sum() if denominator is None else denominator
+    each = 1 / count.to(dtype)
+    if aggregate == "sequence_mean":
+        each = each / lengths
+    return torch.where(valid, sequences.spread(each.expand(lengths.shape)), 0.0)
+
+
+def share_ratio_slopes(slopes: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the slopes in tokens' log-probs, from those in their sequences' log-ratios."""
+    sequences = Sequences(slopes.shape, cu_seqlens)
+    valid = torch.ones_like(slopes) if mask is None else mask.to(slopes.dtype)
+    shares = sequences.sum(slopes) / sequences.sum(valid).clamp(min=1)
+    return torch.where(valid != 0, sequences.spread(shares), 0.0)
+
+
+def _aggregate(term: Tensor, scale: Tensor, o: Options) -> Tensor:
+    term = torch.where(scale == 0, 0.0, scale * term)
+    return term if o.aggregate == "none" else term.sum()
+
+
+class _Mean:
+    """Means over unmasked tokens; 0 where there are none."""
+
+    def __init__(self, valid: Tensor, dtype: torch.dtype) -> None:
+        self._valid = valid
+        self._count = valid.sum()
+        self._zero = torch.zeros((), dtype=dtype, device=valid.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        total = torch.where(self._valid, x, 0.0).sum()
+        return torch.where(self._count > 0, total / self._count, self._zero)
+
+    def extreme(self, x: Tensor, pick: Callable[[Tensor], Tensor], filler: float) -> Tensor:
+        if not x.numel():
+            return self._zero
+        return torch.where(self._count > 0, pick(torch.where(self._valid, x, filler)), self._zero)

@@ -1,0 +1,1 @@
+"""KL estimates and shaped rewards."""

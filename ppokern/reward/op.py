@@ -1,0 +1,167 @@
+"""KL estimates and shaped rewards: the public functions."""
+
+from typing import Any, NamedTuple
+
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+
+from ppokern import _check, _library, token_math
+from ppokern.reward import reference
+
+
+class ShapedRewards(NamedTuple):
+    """Rewards per token and the KL estimate in them, in nats."""
+
+    rewards: Tensor
+    kl: Tensor
+
+
+def _kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor | None) -> Tensor:
+    return reference.kl_estimate(logprobs, ref_logprobs, kind, mask)
+
+
+def _kl_fake(logprobs: Tensor, ref_logprobs: Tensor, *rest: Any) -> Tensor:
+    return logprobs.new_empty(logprobs.shape, dtype=_check.arithmetic(logprobs, ref_logprobs))
+
+
+def _kl_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    logprobs, ref_logprobs, ctx.kind, mask = inputs
+    ctx.save_for_backward(logprobs, ref_logprobs, mask)
+
+
+def _kl_backward(ctx: Any, gradient: Any, grad: Tensor) -> tuple:
+    logprobs, ref_logprobs, mask = ctx.saved_tensors
+    return reference.kl_gradient(grad, logprobs, ref_logprobs, ctx.kind, mask), None, None, None
+
+
+_kl_op = _library.register(
+    "kl_estimate", _kl, _kl_fake, setup_context=_kl_setup, backward=_kl_backward
+)
+
+
+def kl_estimate(
+    logprobs: Float[Tensor, "*batch"],
+    ref_logprobs: Float[Tensor, "*batch"],
+    kind: str = "k1",
+    mask: Bool[Tensor, "*batch"] | None = None,
+) -> Float[Tensor, "*batch"]:
+    """Estimate, per token, ``KL(policy || reference)`` from tokens that the policy sampled.
+
+    With ``d = logprobs - ref_logprobs``: ``k1 = d``, ``k2 = d^2 / 2``, ``k3 = exp(-d) - 1 + d``.
+
+    Args:
+        logprobs: ``(...)``, nats. Takes the gradient.
+        ref_logprobs: ``(...)``, nats, constant.
+        kind: ``"k1"`` (unbiased), ``"k2"`` (biased, low variance) or ``"k3"`` (unbiased, never
+            negative).
+        mask: ``(...)``, True = take part.
+
+    Returns:
+        ``(...)``, nats, float32 or float64; 0 where masked.
+
+    Raises:
+        ValueError: a shape or kind that does not fit.
+        TypeError: a dtype that does not fit.
+
+    Source: Schulman 2020, "Approximating KL divergence".
+    """
+    _check.choice("kind", kind, tuple(token_math.KL))
+    _check.tensor("logprobs", logprobs)
+    _check.like("ref_logprobs", ref_logprobs, logprobs.shape, logprobs.device)
+    _check.mask_like("mask", mask, logprobs.shape, logprobs.device)
+    return _kl_op(logprobs, ref_logprobs, kind, mask)
+
+
+def _shaped(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None,
+    score_mask: Tensor | None,
+    token_rewards: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kl_coef: float,
+    kl_kind: str,
+) -> tuple[Tensor, Tensor]:
+    return reference.shaped_rewards(
+        scores,
+        logprobs,
+        ref_logprobs,
+        mask,
+        score_mask,
+        token_rewards,
+        cu_seqlens,
+        kl_coef,
+        kl_kind,
+    )
+
+
+def _shaped_fake(
+    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    dtype = _check.arithmetic(scores, logprobs, ref_logprobs, rest[2])
+    rewards, kl = (logprobs.new_empty(logprobs.shape, dtype=dtype) for _ in range(2))
+    return rewards, kl
+
+
+_shaped_op = _library.register("shaped_rewards", _shaped, _shaped_fake)
+
+
+def shaped_rewards(
+    scores: Float[Tensor, "*sequences"],
+    logprobs: Float[Tensor, "*batch"],
+    ref_logprobs: Float[Tensor, "*batch"],
+    *,
+    kl_coef: float,
+    mask: Bool[Tensor, "*batch"] | None = None,
+    score_mask: Bool[Tensor, "*sequences"] | None = None,
+    token_rewards: Float[Tensor, "*batch"] | None = None,
+    kl_kind: str = "k1",
+    cu_seqlens: Integer[Tensor, " S+1"] | None = None,
+) -> ShapedRewards:
+    """Rewards per token: a KL penalty at each, and each sequence's score once, at its last token.
+
+    ``rewards = -kl_coef * kl + token_rewards``, plus the score at the last unmasked position of its
+    sequence, so that ``sum(rewards) = score - kl_coef * sum(kl) + sum(token_rewards)``.
+
+    Args:
+        scores: one per sequence: ``(...)`` without the time dimension (0-d for ``(T,)``), packed
+            ``(S,)``.
+        logprobs: ``(..., T)`` or packed ``(total,)``, nats, of the policy that sampled.
+        ref_logprobs: the same of the reference.
+        kl_coef: factor of the KL penalty, per nat; 0 switches it off.
+        mask: True = a token of the response.
+        score_mask: one per sequence, False = no outcome yet: no score is added, and it is not read.
+        token_rewards: added per token.
+        kl_kind: see `kl_estimate`.
+        cu_seqlens: ``(S + 1,)``, int32 or int64: the per-token tensors are packed.
+
+    Returns:
+        ``ShapedRewards(rewards, kl)``, per token, float32 or float64, constant; 0 where masked.
+
+    Masking: a sequence without an unmasked position gets no score.
+
+    Raises:
+        ValueError: a shape, number or kind that does not fit.
+        TypeError: a dtype that does not fit.
+
+    Source: Ziegler et al. 2019 (arXiv 1909.08593), equation 2; Stiennon et al. 2020 (arXiv
+    2009.01325).
+    """
+    if abs(_check.number("kl_coef", kl_coef)) == float("inf"):
+        _check.fail("kl_coef", "a finite number", kl_coef)
+    _check.choice("kl_kind", kl_kind, tuple(token_math.KL))
+    _check.tensor("logprobs", logprobs)
+    shape, device = logprobs.shape, logprobs.device
+    _check.like("ref_logprobs", ref_logprobs, shape, device)
+    _check.like("token_rewards", token_rewards, shape, device)
+    _check.mask_like("mask", mask, shape, device)
+    if cu_seqlens is not None:
+        _check.cu_seqlens(cu_seqlens, shape, device)
+    per_sequence = shape[:-1] if cu_seqlens is None else (cu_seqlens.shape[0] - 1,)
+    _check.tensor("scores", scores)
+    _check.like("scores", scores, per_sequence, device)
+    _check.mask_like("score_mask", score_mask, per_sequence, device)
+    tensors = (scores, logprobs, ref_logprobs, mask, score_mask, token_rewards)
+    constants = (None if x is None else x.detach() for x in tensors)
+    return ShapedRewards(*_shaped_op(*constants, cu_seqlens, float(kl_coef), kl_kind))
