@@ -51,10 +51,10 @@ def register(
     """
     op = torch.library.custom_op(f"ppokern::{name}", forward, mutates_args=(), schema=schema)
     op.register_fake(fake)
-    if backward is None:
+    if backward is None or setup_context is None:
         return _by_mode(op, forward)
     gradient_op = gradient
-    if gradient is not None:
+    if gradient is not None and gradient_fake is not None:
         gradient_op = torch.library.custom_op(
             f"ppokern::{name}_backward", gradient, mutates_args=()
         )

@@ -216,10 +216,9 @@ def gae(
 
 
 def _whiten(
-    x: Tensor, mask: Tensor | None, shift_mean: bool, eps: float, correction: float, group: str
+    x: Tensor, mask: Tensor | None, shift_mean: bool, eps: float, correction: float
 ) -> Tensor:
-    ranks = dist.distributed_c10d._resolve_process_group(group) if group else None
-    return reference.whiten(x, mask, shift_mean, eps, correction, ranks)
+    return reference.whiten(x, mask, shift_mean, eps, correction)
 
 
 def _whiten_fake(x: Tensor, *rest: Any) -> Tensor:
@@ -267,5 +266,7 @@ def whiten(
     _check.mask_like("mask", mask, x.shape, x.device)
     _check.number("eps", eps, 0)
     _check.number("correction", correction, 0)
-    name = "" if group is None else group.group_name
-    return _whiten_op(x.detach(), mask, bool(shift_mean), float(eps), float(correction), name)
+    options = bool(shift_mean), float(eps), float(correction)
+    if group is not None:  # a schema has no process groups; the compiler knows collectives
+        return reference.whiten(x.detach(), mask, *options, group)
+    return _whiten_op(x.detach(), mask, *options)

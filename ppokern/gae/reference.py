@@ -38,9 +38,9 @@ def gae(
     """
     dtype = _check.arithmetic(rewards, values, next_values, last_values)
     if time_dim == 0 and rewards.dim() == 2:
-        rewards, values, mask, bootstrap, continues, next_values = (
-            None if x is None else x.t()
-            for x in (rewards, values, mask, bootstrap, continues, next_values)
+        rewards, values = rewards.t(), values.t()
+        mask, bootstrap, continues, next_values = (
+            None if x is None else x.t() for x in (mask, bootstrap, continues, next_values)
         )
     sequences = Sequences(rewards.shape, cu_seqlens)
     valid = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
@@ -94,7 +94,7 @@ def whiten(
     shift_mean: bool,
     eps: float,
     correction: float,
-    group: "dist.ProcessGroup | None",
+    group: "dist.ProcessGroup | None" = None,
 ) -> Tensor:
     """Whiten over unmasked positions and all ranks of `group`; sums are taken in float64."""
     dtype = _check.arithmetic(x)

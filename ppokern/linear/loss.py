@@ -8,7 +8,13 @@ from torch import Tensor
 
 from ppokern import _backend, _check, _library
 from ppokern.linear import reference
-from ppokern.linear.op import checked_head, linear_logprobs, rows_of, taken
+from ppokern.linear.op import (
+    checked_head,
+    gradients_like,
+    linear_logprobs,
+    rows_of,
+    taken,
+)
 from ppokern.linear.reference import Head
 from ppokern.logprob.op import KERNELS
 from ppokern.ppo_loss import reference as loss_reference
@@ -63,18 +69,18 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     dtype = _dtype(h, x)
     kernel = _backend.select("linear_ppo_loss", KERNELS, backend, h.hidden.device, dtype)
     shape, valid = h.token_ids.shape, taken(h.token_ids, x.mask)
-    x = x._replace(mask=valid.view(shape))
+    mask = valid.view(shape)
     temperature = h.temperature.reshape(-1) if h.temperature.dim() else h.temperature
     head = Head(h.weight, h.bias, temperature, how.softcap, how.vocab_size, dtype)
     logprobs, entropy, gradients = reference.loss_gradients(
         h.hidden.reshape(len(valid), h.hidden.shape[-1]), head, h.token_ids.reshape(-1),
-        rows_of(valid, how.compact), valid, loss_reference.TokenSlopes(x, o, dtype),
+        rows_of(valid, how.compact), valid, loss_reference.TokenSlopes(x, o, mask, dtype),
         how.with_entropy, (how.need_hidden, how.need_weight, how.need_bias), how.compact,
         how.max_logits_bytes, kernel,
     )  # fmt: skip
     entropy = entropy.view(shape) if how.with_entropy else None
     loss, stats, *_ = loss_reference.forward(
-        x._replace(logprobs=logprobs.view(shape), entropy=entropy), o
+        x._replace(logprobs=logprobs.view(shape), entropy=entropy, mask=mask), o
     )
     in_hidden, in_weight, in_bias = gradients
     if how.need_hidden:
@@ -94,11 +100,10 @@ def _named(x: Inputs, h: HeadInputs, how: HeadOptions) -> Inputs:
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     h, x, how, o, _ = _split(args)
     dtype, names = _dtype(h, x), loss_reference.stat_names(_named(x, h, how), o)
-    needed = zip(h[:3], (how.need_hidden, how.need_weight, how.need_bias), strict=True)
     return (
         h.hidden.new_empty((), dtype=dtype),
         h.hidden.new_empty(len(names), dtype=dtype),
-        *(p.new_empty(p.shape) if need else h.hidden.new_empty(0) for p, need in needed),
+        *gradients_like(h[:3], (how.need_hidden, how.need_weight, how.need_bias)),
     )
 
 

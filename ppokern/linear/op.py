@@ -1,5 +1,6 @@
 """Log-probs of selected tokens from hidden states: public functions and their derivatives."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -113,11 +114,17 @@ def _gradient(
 
 
 def _gradient_fake(*args: Any) -> tuple[Tensor, ...]:
-    hidden, weight, bias = args[2:5]
-    needed = args[12:15]
+    return gradients_like(args[2:5], args[12:15])
+
+
+def gradients_like(
+    parameters: Sequence[Tensor | None], needed: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """Return what has the shapes of the gradients that a kernel returns: empty where not needed."""
+    empty = next(p for p in parameters if p is not None).new_empty
     return tuple(
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need else hidden.new_empty(0)
-        for x, need in zip((hidden, weight, bias), needed, strict=True)
+        p.new_empty(p.shape) if p is not None and need else empty(0)
+        for p, need in zip(parameters, needed, strict=True)
     )
 
 

@@ -82,16 +82,18 @@ def forward(
     with_entropy: bool,
     max_logits_bytes: int,
     kernel: ModuleType,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log-probs, entropy, row maxima and log-sums, each ``(N,)``; `kernel` passes rows."""
-    outputs = tuple(hidden.new_zeros(len(token_ids), dtype=head.dtype) for _ in range(4))
+    logprobs, entropy, maxima, log_sums = (
+        hidden.new_zeros(len(token_ids), dtype=head.dtype) for _ in range(4)
+    )
     how = plan(hidden, head, len(rows), max_logits_bytes)
     for chunk in chunks(hidden, head, rows, how):
-        results = _row_pass(chunk, head, how, token_ids, valid, with_entropy, kernel)
-        for whole, part in zip(outputs, results, strict=True):
-            if part.numel():
-                whole[chunk.rows] = part
-    return outputs
+        at, part = chunk.rows, _row_pass(chunk, head, how, token_ids, valid, with_entropy, kernel)
+        logprobs[at], maxima[at], log_sums[at] = part[0], part[2], part[3]
+        if with_entropy:
+            entropy[at] = part[1]
+    return logprobs, entropy, maxima, log_sums
 
 
 def backward(

@@ -51,8 +51,8 @@ def forward(
     if logits.device.type != "cpu" or bool(bad.any()):
         for x in (logprobs, entropy, log_sums):
             x.copy_(torch.where(valid, torch.where(bad, torch.nan, x), 0.0))
-    outputs = (logprobs, entropy if with_entropy else entropy[:0], maxima, log_sums)
-    return tuple(x.view(shape) if x.numel() == token_ids.numel() else x for x in outputs)
+    entropy = entropy.view(shape) if with_entropy else entropy.new_empty(0)
+    return logprobs.view(shape), entropy, maxima.view(shape), log_sums.view(shape)
 
 
 def backward(

@@ -82,80 +82,98 @@ def arithmetic(x: Inputs) -> torch.dtype:
     return _check.arithmetic(*x[:9])
 
 
+class _Part(NamedTuple):
+    """A part of the loss: what it adds, its statistics, its slopes by their name in `Output`."""
+
+    loss: Tensor
+    stats: dict[str, Tensor]
+    slopes: dict[str, Tensor]
+
+
 def forward(x: Inputs, o: Options) -> Output:
     """Return the loss with its statistics and slopes."""
     dtype = arithmetic(x)
-    like = x.logprobs if x.logprobs is not None else x.values
+    like = next(t for t in x if t is not None)
     sequences = Sequences(like.shape, x.cu_seqlens)
     valid = like.new_ones(like.shape, dtype=torch.bool) if x.mask is None else x.mask
-    stats, parts, slopes = {}, [], {}
-
+    parts = []
     if x.logprobs is not None:
-        mean = _Mean(valid, dtype)
-        scale = token_scale(valid, sequences, o.aggregate, x.denominator, dtype)
-        logprobs, old, advantages, weights, ref, entropy = (
-            None if t is None else torch.where(valid, t.to(dtype), 0.0)
-            for t in (
-                x.logprobs, x.old_logprobs, x.advantages, x.weights, x.ref_logprobs, x.entropy
-            )
-        )  # fmt: skip
-        own_log_ratio = log_ratio = logprobs - old
-        if o.sequence_ratio:
-            counts = sequences.sum(valid.to(dtype)).clamp(min=1)
-            log_ratio = torch.where(valid, sequences.spread(sequences.sum(log_ratio) / counts), 0.0)
-        loss, slope, flat, ratio = surrogate(log_ratio, logprobs, old, advantages, weights, o)
-        parts.append(policy := _aggregate(loss, scale, o))
-        slopes["ratio_slopes" if o.sequence_ratio else "logprob_slopes"] = scale * slope
-        outside = (ratio < 1 - o.low) | (ratio > 1 + o.high)
-        stats |= {
-            "policy_loss": mean(loss) if o.aggregate == "none" else policy,
-            "ratio_mean": mean(ratio),
-            "ratio_min": mean.extreme(ratio, torch.amin, torch.inf),
-            "ratio_max": mean.extreme(ratio, torch.amax, -torch.inf),
-            "clip_fraction": mean(outside.to(dtype)),
-            "clip_fraction_active": mean(flat.to(dtype)),
-        }
-        for kind, estimate in tm.KL.items():
-            stats[f"approx_kl_{kind}"] = mean(estimate(-own_log_ratio))
-        if entropy is not None:
-            stats["entropy"] = mean(entropy)
-            if o.entropy_coef != 0:
-                parts.append(-o.entropy_coef * _aggregate(entropy, scale, o))
-                slopes["entropy_slopes"] = -o.entropy_coef * scale
-        if ref is not None:
-            kl = torch.where(valid, tm.KL[o.kl_kind](logprobs - ref), 0.0)
-            stats["kl"] = mean(kl)
-            if o.kl_coef != 0:
-                parts.append(o.kl_coef * _aggregate(kl, scale, o))
-                slopes["logprob_slopes"] = kl_slopes(logprobs, ref, scale, o) + slopes.get(
-                    "logprob_slopes", 0.0
-                )
-
+        parts.append(_policy_part(x, o, valid, sequences, dtype))
     if x.values is not None:
-        value_valid = valid if x.value_mask is None else x.value_mask
-        mean = _Mean(value_valid, dtype)
-        scale = token_scale(value_valid, sequences, o.aggregate, x.value_denominator, dtype)
-        values, old, returns = (
-            torch.where(value_valid, t.to(dtype), 0.0) for t in (x.values, x.old_values, x.returns)
-        )
-        if o.value_clip_range is None:
-            loss, slope = tm.value_error(values, returns)
-        else:
-            loss, slope, larger = tm.clip_value(values, old, returns, o.value_clip_range)
-            stats["value_clip_fraction"] = mean(larger.to(dtype))
-        value = _aggregate(loss, scale, o)
-        stats["value_loss"] = mean(loss) if o.aggregate == "none" else value
-        if o.value_coef != 0:
-            parts.append(o.value_coef * value)
-            slopes["value_slopes"] = o.value_coef * scale * slope
-
+        parts.append(_value_part(x, o, valid, sequences, dtype))
+    stats = {name: stat for part in parts for name, stat in part.stats.items()}
     stats["n_tokens"] = valid.sum().to(dtype)
     stats["n_sequences"] = (sequences.sum(valid.to(dtype)) > 0).sum().to(dtype)
-    ordered = torch.stack([stats[name] for name in stat_names(x, o)])
-    total = sum(parts[1:], parts[0]) if parts else like.new_zeros((), dtype=dtype)
+    slopes = {name: slope for part in parts for name, slope in part.slopes.items()}
     for name in Output._fields[2:]:
         slopes.setdefault(name, like.new_empty(0, dtype=dtype))
-    return Output(total, ordered, **slopes)
+    loss = parts[0].loss if len(parts) == 1 else parts[0].loss + parts[1].loss
+    return Output(loss, torch.stack([stats[name] for name in stat_names(x, o)]), **slopes)
+
+
+def _policy_part(
+    x: Inputs, o: Options, valid: Tensor, sequences: Sequences, dtype: torch.dtype
+) -> _Part:
+    mean = _Mean(valid, dtype)
+    scale = token_scale(valid, sequences, o.aggregate, x.denominator, dtype)
+    logprobs, old_logprobs, advantages = (
+        _masked(t, valid, dtype) for t in (x.logprobs, x.old_logprobs, x.advantages)
+    )
+    weights = None if x.weights is None else _masked(x.weights, valid, dtype)
+    log_ratio = own_log_ratio = logprobs - old_logprobs
+    if o.sequence_ratio:
+        means = sequences.sum(log_ratio) / sequences.sum(valid.to(dtype)).clamp(min=1)
+        log_ratio = torch.where(valid, sequences.spread(means), 0.0)
+    terms, slope, flat, ratio = surrogate(log_ratio, logprobs, old_logprobs, advantages, weights, o)
+    loss = policy = _aggregate(terms, scale, o)
+    slopes = {"ratio_slopes" if o.sequence_ratio else "logprob_slopes": scale * slope}
+    outside = (ratio < 1 - o.low) | (ratio > 1 + o.high)
+    stats = {
+        "policy_loss": mean(terms) if o.aggregate == "none" else policy,
+        "ratio_mean": mean(ratio),
+        "ratio_min": mean.extreme(ratio, torch.amin, torch.inf),
+        "ratio_max": mean.extreme(ratio, torch.amax, -torch.inf),
+        "clip_fraction": mean(outside.to(dtype)),
+        "clip_fraction_active": mean(flat.to(dtype)),
+    }
+    for kind, estimate in tm.KL.items():
+        stats[f"approx_kl_{kind}"] = mean(estimate(-own_log_ratio))
+    if x.entropy is not None:
+        entropy = _masked(x.entropy, valid, dtype)
+        stats["entropy"] = mean(entropy)
+        if o.entropy_coef != 0:
+            loss = loss - o.entropy_coef * _aggregate(entropy, scale, o)
+            slopes["entropy_slopes"] = -o.entropy_coef * scale
+    if x.ref_logprobs is not None:
+        ref_logprobs = _masked(x.ref_logprobs, valid, dtype)
+        kl = tm.KL[o.kl_kind](logprobs - ref_logprobs)
+        stats["kl"] = mean(kl)
+        if o.kl_coef != 0:
+            loss = loss + o.kl_coef * _aggregate(kl, scale, o)
+            of_policy = slopes.get("logprob_slopes", 0.0)
+            slopes["logprob_slopes"] = kl_slopes(logprobs, ref_logprobs, scale, o) + of_policy
+    return _Part(loss, stats, slopes)
+
+
+def _value_part(
+    x: Inputs, o: Options, valid: Tensor, sequences: Sequences, dtype: torch.dtype
+) -> _Part:
+    valid = valid if x.value_mask is None else x.value_mask
+    mean = _Mean(valid, dtype)
+    scale = token_scale(valid, sequences, o.aggregate, x.value_denominator, dtype)
+    values, returns = (_masked(t, valid, dtype) for t in (x.values, x.returns))
+    stats = {}
+    if o.value_clip_range is None:
+        terms, slope = tm.value_error(values, returns)
+    else:
+        old_values = _masked(x.old_values, valid, dtype)
+        terms, slope, larger = tm.clip_value(values, old_values, returns, o.value_clip_range)
+        stats["value_clip_fraction"] = mean(larger.to(dtype))
+    value = _aggregate(terms, scale, o)
+    stats["value_loss"] = mean(terms) if o.aggregate == "none" else value
+    if o.value_coef == 0:
+        return _Part(torch.zeros_like(value), stats, {})
+    return _Part(o.value_coef * value, stats, {"value_slopes": o.value_coef * scale * slope})
 
 
 def surrogate(
@@ -197,26 +215,27 @@ def kl_slopes(logprobs: Tensor, ref_logprobs: Tensor, scale: Tensor, o: Options)
 class TokenSlopes:
     """The loss's slopes for some tokens of a call at a time, before all log-probs are known."""
 
-    def __init__(self, x: Inputs, o: Options, dtype: torch.dtype) -> None:
-        """Take a call with a ratio per token, but for its log-probs and entropy; it has a mask."""
-        valid = x.mask
-        scale = token_scale(
-            valid, Sequences(valid.shape, x.cu_seqlens), o.aggregate, x.denominator, dtype
-        )
+    def __init__(self, x: Inputs, o: Options, valid: Tensor, dtype: torch.dtype) -> None:
+        """Take a call with a ratio per token, but for its log-probs, entropy and mask."""
+        sequences = Sequences(valid.shape, x.cu_seqlens)
+        scale = token_scale(valid, sequences, o.aggregate, x.denominator, dtype)
         self._o, self._scale = o, scale.view(-1)
-        self._old, self._advantages, self._weights, self._ref = (
-            None if t is None else torch.where(valid, t.to(dtype), 0.0).view(-1)
-            for t in (x.old_logprobs, x.advantages, x.weights, x.ref_logprobs)
+        self._old_logprobs, self._advantages = (
+            _masked(t, valid, dtype).view(-1) for t in (x.old_logprobs, x.advantages)
+        )
+        self._weights, self._ref_logprobs = (
+            None if t is None else _masked(t, valid, dtype).view(-1)
+            for t in (x.weights, x.ref_logprobs)
         )
 
     def __call__(self, logprobs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return some tokens' slopes in log-probs and in entropies (None: no bonus)."""
-        o, scale, old = self._o, self._scale[rows], self._old[rows]
+        o, scale, old = self._o, self._scale[rows], self._old_logprobs[rows]
         weights = None if self._weights is None else self._weights[rows]
         slope = surrogate(logprobs - old, logprobs, old, self._advantages[rows], weights, o)[1]
         slope = scale * slope
-        if self._ref is not None and o.kl_coef != 0:
-            slope = slope + kl_slopes(logprobs, self._ref[rows], scale, o)
+        if self._ref_logprobs is not None and o.kl_coef != 0:
+            slope = slope + kl_slopes(logprobs, self._ref_logprobs[rows], scale, o)
         return slope, -o.entropy_coef * scale if o.entropy_coef != 0 else None
 
 
@@ -248,6 +267,11 @@ def share_ratio_slopes(slopes: Tensor, mask: Tensor | None, cu_seqlens: Tensor |
     valid = torch.ones_like(slopes) if mask is None else mask.to(slopes.dtype)
     shares = sequences.sum(slopes) / sequences.sum(valid).clamp(min=1)
     return torch.where(valid != 0, sequences.spread(shares), 0.0)
+
+
+def _masked(x: Tensor | None, valid: Tensor, dtype: torch.dtype) -> Tensor:
+    assert x is not None
+    return torch.where(valid, x.to(dtype), 0.0)
 
 
 def _aggregate(term: Tensor, scale: Tensor, o: Options) -> Tensor:
