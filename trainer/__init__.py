@@ -1,0 +1,1 @@
+"""SFT, reward model and PPO on `ppokern`'s ops: `python -m trainer --help`."""

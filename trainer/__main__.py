@@ -1,0 +1,106 @@
+"""The command line: `python -m trainer COMMAND --help` in a checkout, `ppokern COMMAND --help` where it is installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Threads that spin while they wait make two threads 6 times slower than one as soon as the machine
+# has other work. OpenMP reads this once, when torch is loaded, so it is set first of all; an
+# installed command has imported the package, and torch with it, by now, and has to begin again.
+BEGIN_AGAIN = "OMP_WAIT_POLICY" not in os.environ and "torch" in sys.modules
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import importlib  # noqa: E402
+from argparse import ArgumentError  # noqa: E402
+from dataclasses import fields  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings  # noqa: E402
+
+from .config import CheckFailed, DemoConfig, PPOConfig, RewardConfig, SFTConfig, UserError  # noqa: E402
+
+STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "demo": DemoConfig}
+PRESETS = Path(__file__).parent / "presets"
+
+
+def parser() -> ArgumentParser:
+    """All commands and their options."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    top = ArgumentParser(
+        prog="ppokern", description="SFT, reward model and PPO.", exit_on_error=False
+    )
+    commands = top.add_subcommands(dest="command")
+    for name, config in STAGES.items():
+        presets = [str(PRESETS / "demo.yaml")] if name == "demo" else None
+        stage = ArgumentParser(default_config_files=presets, exit_on_error=False)
+        stage.add_argument(
+            "--config", action="config", help="YAML file; options given beside it win."
+        )
+        stage.add_class_arguments(config)
+        stage.add_argument(
+            "--dry_run", action="store_true", help="Print what a run would take, and train nothing."
+        )
+        stage.add_argument(
+            "--overwrite", action="store_true", help="Replace the run that run_dir holds."
+        )
+        commands.add_subcommand(name, stage, help=(config.__doc__ or "").splitlines()[0])
+    sample = ArgumentParser(exit_on_error=False)
+    sample.add_argument("run_dir", help="Folder of a PPO run.")
+    sample.add_argument("--prompt", required=True, help="What is to be gone on with.")
+    commands.add_subcommand(
+        "sample", sample, help="What the policy writes, beside what it wrote before."
+    )
+    report = ArgumentParser(exit_on_error=False)
+    report.add_argument("run_dir", help="Folder of a PPO run.")
+    commands.add_subcommand(
+        "report", report, help="Curves and samples: report.png and report.html."
+    )
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: the words after the program's name; those of the process where not given.
+
+    Returns:
+        Exit code: 0, 1 if a self-check stopped the run, 2 for a mistake of the caller's.
+    """
+    if argv is None and BEGIN_AGAIN:
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    try:
+        top = parser()
+        run(top.instantiate(top.parse_args(argv)))
+    except (UserError, ArgumentError) as error:
+        return _failed(error, 2)
+    except CheckFailed as error:
+        return _failed(error, 1)
+    return 0
+
+
+def _failed(error: Exception, code: int) -> int:
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    return code
+
+
+def run(args: Namespace) -> None:
+    """Hands over to the file that bears the command's name; torch is loaded no earlier."""
+    given = args[args.command]
+    command = importlib.import_module(f".{args.command}", __package__)
+    if args.command == "sample":
+        command.run(given.run_dir, given.prompt)
+    elif args.command == "report":
+        command.run(given.run_dir)
+    else:
+        stage = STAGES[args.command]
+        config = stage(**{option.name: given[option.name] for option in fields(stage)})
+        if given.dry_run:
+            importlib.import_module(".plan", __package__).show(config)
+        else:
+            command.run(config, given.overwrite)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Checks that the parts of a PPO run agree; a failure stops the run and names the likely cause.
+
+Sampling and training compute the same log-probs in two ways (step by step with a cache, all at once
+without). Where they differ, the ratio of the first step is not 1 and PPO learns from noise, in
+silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .config import CheckFailed, PPOConfig
+from .experience import Experience
+from .metrics import Metrics
+from .models import Policy, dropout_of, forward_all
+from .rollout import Rollouts
+
+RATIO_LIMIT = 1e-3  # float32 leaves some 1e-5
+KL_LIMIT = 1e-4  # nats a token, between policy and reference before the first step
+
+
+def check_frozen(trained: Sequence[nn.Module], frozen: Sequence[nn.Module]) -> None:
+    """Nothing that is trained is part of a frozen model, and nothing drops anything."""
+    for module in (*trained, *frozen):
+        if names := dropout_of(module):
+            raise CheckFailed(f"dropout is on in {type(module).__name__}: {', '.join(names)}")
+    if any(parameter.requires_grad for module in frozen for parameter in module.parameters()):
+        raise CheckFailed("reference or reward model has a parameter that would be trained")
+    addresses = [
+        {p.data_ptr() for module in group for p in module.parameters()}
+        for group in (trained, frozen)
+    ]
+    if addresses[0] & addresses[1]:
+        raise CheckFailed("reference or reward model shares a parameter with policy or critic")
+
+
+def check_paths(policy: Policy, rollouts: Rollouts, config: PPOConfig, metrics: Metrics) -> Tensor:
+    """Sampling and training give a token the same log-prob.
+
+    Returns:
+        The log-probs on the training path, `(B, T - 1)`.
+    """
+    temperature = config.temperature
+    again = forward_all(
+        lambda ids: policy(ids, temperature=temperature),
+        rollouts.ids,
+        rollouts.lengths,
+        config.micro_batch_tokens,
+    )
+    change = (again - rollouts.logprobs)[rollouts.mask].double()  # nats
+    ratio = change.expm1().abs().max().item()
+    metrics.add("consistency/ratio_error_max", ratio)
+    metrics.add("consistency/logprob_difference", change.abs())
+    if not ratio <= RATIO_LIMIT:
+        raise CheckFailed(
+            f"sampling and training disagree: |ratio - 1| is up to {ratio:.2g} (mean |log-prob difference| "
+            f"{change.abs().mean().item():.2g} nats); the likely cause: {likely_cause(policy, rollouts, temperature)}"
+        )
+    return again
+
+
+def check_start(logprobs: Tensor, experience: Experience) -> None:
+    """Before the first step the policy is its reference."""
+    distance = (logprobs - experience.ref_logprobs)[experience.mask].abs().max().item()
+    if not distance <= KL_LIMIT:
+        raise CheckFailed(
+            f"before the first step the reference differs from the policy by up to {distance:.2g} nats a token; the "
+            "likely cause: weights out of step, the reference is not the model that the policy starts from"
+        )
+
+
+def check_sums(rollouts: Rollouts, experience: Experience, kl_coef: float) -> None:
+    """Every response token is a transition, and every response's rewards add up to its score less the KL."""
+    prompts = torch.tensor(
+        [len(prompt.ids) for prompt in rollouts.prompts], device=rollouts.lengths.device
+    )
+    if not torch.equal(rollouts.mask.sum(1), rollouts.lengths - prompts):
+        raise CheckFailed(
+            "the mask does not have one place for each response token; the likely cause: padding"
+        )
+    kept = experience.mask.any(1)  # (B,)
+    total = experience.scores - kl_coef * experience.kl.sum(1)
+    if not torch.allclose(experience.rewards.sum(1)[kept], total[kept], rtol=1e-4, atol=1e-3):
+        raise CheckFailed(
+            "rewards do not add up to score less KL; the likely cause: the mask, or a score put twice"
+        )
+
+
+@torch.no_grad()
+def likely_cause(policy: Policy, rollouts: Rollouts, temperature: float) -> str:
+    """Tries what could make sampling and training differ, on a few rows, until one of them explains it."""
+
+    def explained(temperature: float, rows: slice, width: int | None = None) -> bool:
+        again = policy(rollouts.ids[rows, :width], temperature=temperature)
+        change = (again - rollouts.logprobs[rows, : again.shape[1]])[
+            rollouts.mask[rows, : again.shape[1]]
+        ]
+        return change.abs().max().item() <= RATIO_LIMIT
+
+    few = range(min(4, len(rollouts.prompts)))
+    if policy.training and dropout_of(policy):
+        return "dropout is on"
+    if all(explained(temperature, slice(row, row + 1), int(rollouts.lengths[row])) for row in few):
+        return "padding changes what a row's tokens are given"
+    for tried in (step / 20 for step in range(2, 61)):
+        if all(explained(tried, slice(row, row + 1), int(rollouts.lengths[row])) for row in few):
+            return f"temperature, {tried:g} in sampling and {temperature:g} in training"
+    if next(policy.parameters()).dtype != torch.float32:
+        return f"precision, the policy is in {next(policy.parameters()).dtype}"
+    return "weights out of step, sampling used others than training does"

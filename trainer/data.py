@@ -1,0 +1,288 @@
+"""Text to token ids: the four contracts a row can have, and how rows become batches.
+
+    {"text"}    {"prompt", "completion"}    {"prompt"}    {"prompt", "chosen", "rejected"}
+
+A value is a string or a list of chat messages, which goes through the tokenizer's chat template. A
+sequence begins with at most one BOS and a finished one ends with one EOS. Other columns travel on
+to the reward function.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from .config import UserError, require
+from .metrics import console
+
+Row = dict[str, Any]
+Value = str | list[dict[str, str]]
+Item = TypeVar("Item")
+
+
+@dataclass
+class Example:
+    """A whole sequence; the loss takes part from `start` on."""
+
+    ids: list[int]
+    start: int
+
+
+class Pair(NamedTuple):
+    """Two whole sequences, of which people prefer the first."""
+
+    chosen: list[int]
+    rejected: list[int]
+
+
+@dataclass
+class Prompt:
+    """What a response is to be sampled for."""
+
+    ids: list[int]
+    value: Value  # as it stands in the file
+    columns: Row = field(default_factory=dict)  # the row's other columns
+
+
+def read_examples(path: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Example]:
+    """Sequences to learn, from `{"text"}` or `{"prompt", "completion"}`."""
+    rows = read_rows(path, "text", "prompt completion")
+    encode = Encoder(tokenizer, rows, "text", "prompt", "completion")
+    examples = [
+        encode.whole(row["text"])
+        if "text" in row
+        else encode.pair(row["prompt"], row["completion"])
+        for row in rows
+    ]
+    return _short_enough(path, examples, max_tokens, lambda example: len(example.ids))
+
+
+def read_pairs(path: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Pair]:
+    """Chosen and rejected sequences, from `{"prompt", "chosen", "rejected"}`."""
+    rows = read_rows(path, "prompt chosen rejected")
+    encode = Encoder(tokenizer, rows, "prompt", "chosen", "rejected")
+    sides = [[encode.pair(row["prompt"], row[key]).ids for row in rows] for key in Pair._fields]
+    pairs = [Pair(*pair) for pair in zip(*sides, strict=True)]
+    return _short_enough(path, pairs, max_tokens, lambda pair: max(map(len, pair)))
+
+
+def read_prompts(
+    path: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int | None, max_tokens: int
+) -> list[Prompt]:
+    """Prompts, from `{"prompt"}` or, given `prompt_tokens`, the beginnings of `{"text"}`."""
+    key = "prompt" if prompt_tokens is None else "text"
+    rows = read_rows(path, key)
+    encode = Encoder(tokenizer, rows, key)
+    starts, values = [encode.start(row[key]) for row in rows], [row[key] for row in rows]
+    if prompt_tokens is not None:
+        starts = [ids[: prompt_tokens + (ids[0] == encode.bos)] for ids in starts]
+        values = tokenizer.batch_decode(starts, skip_special_tokens=True)
+    columns = [{name: row[name] for name in row if name != key} for row in rows]
+    prompts = [Prompt(*parts) for parts in zip(starts, values, columns, strict=True)]
+    return _short_enough(path, prompts, max_tokens, lambda prompt: len(prompt.ids))
+
+
+def _short_enough(
+    path: str, items: list[Item], max_tokens: int, length: Callable[[Item], int]
+) -> list[Item]:
+    kept = [item for item in items if length(item) <= max_tokens]
+    require(bool(kept), f"{path}: every row has more than {max_tokens} tokens")
+    if len(kept) < len(items):
+        console.print(
+            f"{path}: {len(items) - len(kept)} of {len(items)} rows left out, longer than {max_tokens} tokens"
+        )
+    return kept
+
+
+def read_rows(path: str, *keys: str) -> list[Row]:
+    """The rows of a JSONL file, each of which must have one of the sets of keys.
+
+    Args:
+        path: the file.
+        *keys: sets of keys, each as one string with spaces.
+    """
+    file = Path(path)
+    require(file.is_file(), f"{path} is not a file")
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {number}: not JSON ({error.msg})") from None
+        fits = isinstance(row, dict) and any(
+            all(key in row for key in group.split()) for group in keys
+        )
+        require(
+            fits,
+            f"{path}, line {number}: needs the keys {' or '.join(map(repr, keys))}, got {_shown(row)}",
+        )
+        rows.append(row)
+    require(bool(rows), f"{path} is empty")
+    return rows
+
+
+def _shown(row: object) -> str:
+    return f"the keys {sorted(row)}" if isinstance(row, dict) else repr(row)[:40]
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Writes a JSONL file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE tokenizer that puts `<s>` before a text; no text is unknown to it."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, generation: object = None) -> list[int]:
+    """The tokens that end a response: the tokenizer's EOS and those of a generation config."""
+    listed = getattr(generation, "eos_token_id", None)
+    listed = listed if isinstance(listed, list) else [listed]
+    return sorted({i for i in [tokenizer.eos_token_id, *listed] if i is not None})
+
+
+class Encoder:
+    """Values to ids; the strings of a file are tokenised in one call.
+
+    Args:
+        tokenizer: it must have an EOS; whether a sequence begins with a BOS is as it does it.
+        rows: all that will be asked for.
+        *keys: where in a row values stand.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, rows: Iterable[Row], *keys: str) -> None:
+        self.tokenizer = tokenizer
+        self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        require(self.eos is not None, "the tokenizer has no EOS, so nothing could end a response")
+        self._begin = [self.bos] if tokenizer("a").input_ids[0] == self.bos else []
+        strings = {row[key] for row in rows for key in keys if isinstance(row.get(key), str)}
+        texts = sorted(strings) or [""]
+        ids = tokenizer(texts, add_special_tokens=False).input_ids
+        self._ids: dict[str, list[int]] = dict(zip(texts, ids, strict=True))
+
+    def start(self, value: Value) -> list[int]:
+        """Ids that a response can follow: begun with at most one BOS, not ended."""
+        if isinstance(value, str):
+            ids = self._begin + self._inner(value)
+        else:
+            ids = self._templated(value, add_generation_prompt=True)
+            while ids[:2] == [self.bos, self.bos]:
+                ids = ids[1:]
+        require(
+            bool(ids) or self.bos is not None,
+            "a prompt is empty, and the tokenizer has no BOS to begin with",
+        )
+        return ids or [self.bos]
+
+    def whole(self, value: Value) -> Example:
+        """Ids of a text, ended with one EOS; the loss takes part in all but the first token."""
+        ids = self.start(value) if isinstance(value, str) else self._templated(value)
+        return Example([*self._unended(ids), self.eos], 1)
+
+    def pair(self, prompt: Value, completion: Value) -> Example:
+        """Ids of a prompt and its completion, ended with one EOS; the loss is on the completion."""
+        start = self.start(prompt)
+        if isinstance(prompt, str) and isinstance(completion, str):
+            rest = self._inner(completion)
+        else:
+            whole = self._templated([*_said("user", prompt), *_said("assistant", completion)])
+            require(
+                whole[: len(start)] == start,
+                "the chat template does not put the answer behind the prompt's own tokens",
+            )
+            rest = self._unended(whole[len(start) :])
+        return Example([*start, *rest, self.eos], len(start))
+
+    def _inner(self, text: str) -> list[int]:
+        """Ids of a string without a BOS before or an EOS behind it, should it bring its own."""
+        ids = self._ids[text]
+        while ids and ids[0] == self.bos:
+            ids = ids[1:]
+        while ids and ids[-1] == self.eos:
+            ids = ids[:-1]
+        return ids
+
+    def _templated(self, messages: list[dict[str, str]], **options: bool) -> list[int]:
+        require(
+            bool(self.tokenizer.chat_template),
+            "chat messages need a tokenizer with a chat template",
+        )
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=False, **options
+        )
+
+    def _unended(self, ids: list[int]) -> list[int]:
+        """What stands before the last EOS: a template may put a line break behind it."""
+        if self.eos not in ids:
+            return ids
+        return ids[: len(ids) - 1 - ids[::-1].index(self.eos)]
+
+
+def _said(role: str, value: Value) -> list[dict[str, str]]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def shuffled(count: int, seed: int) -> Iterator[int]:
+    """Endless indices below `count`; each epoch is a permutation of its own."""
+    for epoch in itertools.count():
+        yield from random.Random(f"{seed}/{epoch}").sample(range(count), count)
+
+
+def length_batches(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
+    """Endless batches of indices in random order, each of rows alike in length.
+
+    A stretch of 32 batches is drawn, sorted by length, cut into batches, and these are shuffled.
+    """
+    rows = shuffled(len(lengths), seed)
+    for stretch in itertools.count():
+        drawn = sorted(itertools.islice(rows, 32 * size), key=lambda row: lengths[row])
+        batches = [drawn[i : i + size] for i in range(0, len(drawn), size)]
+        random.Random(f"{seed}/{stretch}").shuffle(batches)
+        yield from batches
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Rows sorted by length and cut where one more would make more than `max_tokens` with its padding."""
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
+        if not batches or (len(batches[-1]) + 1) * lengths[row] > max_tokens:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def pad(rows: Sequence[Sequence[int]], fill: int, device: torch.device | None = None) -> Tensor:
+    """Ids of unequal length as one tensor `(B, T)`, padded on the right."""
+    width = max(map(len, rows), default=0)
+    padded = [[*row, *[fill] * (width - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=torch.long, device=device)

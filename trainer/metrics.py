@@ -1,0 +1,153 @@
+"""Numbers of a run: kept as (sum, count) until the end, written to metrics.jsonl, shown on one line.
+
+So none is averaged over padding, and none twice: a mean over micro-batches is the mean over their
+tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from torch import Tensor
+
+Number = Tensor | float | int
+
+console = Console(soft_wrap=True, highlight=False)
+
+
+class Metrics:
+    """Named means, each a sum and a count until it is read."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, list[Number]] = {}
+
+    def add(self, name: str, values: Number | Sequence[float], mask: Tensor | None = None) -> None:
+        """Takes in values, those that `mask` leaves."""
+        values = torch.as_tensor(values, dtype=torch.float64)
+        values = values if mask is None else values[mask]
+        self.add_sum(name, values.sum(), values.numel())
+
+    def add_sum(self, name: str, total: Number, count: Number) -> None:
+        """Takes in a sum of `count` values."""
+        pair = self._pairs.setdefault(name, [0.0, 0.0])
+        pair[0], pair[1] = pair[0] + total, pair[1] + count
+
+    def add_pairs(self, name: str, x: Tensor, y: Tensor, mask: Tensor | None = None) -> None:
+        """Takes in the moments that `correlation` and `explained` are made of."""
+        x, y = x.double(), y.double()
+        for key, values in {"x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y}.items():
+            self.add(f"_{name}_{key}", values, mask)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Takes in the seconds that a block takes."""
+        began = time.perf_counter()
+        yield
+        self.add(name, time.perf_counter() - began)
+
+    def total(self, name: str) -> float:
+        """The sum alone."""
+        return float(self._pairs[name][0])
+
+    def mean(self, name: str) -> float:
+        """Sum over count; NaN of nothing."""
+        total, count = self._pairs.get(name, (0.0, 0.0))
+        return float(total) / float(count) if count else math.nan
+
+    def correlation(self, name: str) -> float:
+        """Pearson's, of what `add_pairs` took in; 0 where one of the two does not vary."""
+        x, y, xx, yy, xy = (self.mean(f"_{name}_{key}") for key in ("x", "y", "xx", "yy", "xy"))
+        scale = max(xx - x * x, 0.0) * max(yy - y * y, 0.0)
+        return (xy - x * y) / math.sqrt(scale) if scale > 0 else 0.0
+
+    def explained(self, name: str) -> float:
+        """Share of the variance of `y` that `x` explains, of what `add_pairs` took in."""
+        x, y, xx, yy, xy = (self.mean(f"_{name}_{key}") for key in ("x", "y", "xx", "yy", "xy"))
+        variance, rest = yy - y * y, (xx - 2 * xy + yy) - (x - y) ** 2
+        return 1 - rest / variance if variance > 0 else 0.0
+
+    def means(self) -> dict[str, float]:
+        """All means by name."""
+        return {name: self.mean(name) for name in self._pairs if not name.startswith("_")}
+
+
+def distinct(responses: Sequence[Sequence[int]], n: int) -> tuple[int, int]:
+    """How many different n-grams responses have, and how many in all."""
+    grams = [tuple(ids[i : i + n]) for ids in responses for i in range(len(ids) - n + 1)]
+    return len(set(grams)), len(grams)
+
+
+def repeated(responses: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """How many pairs of neighbours have stood in the same response before, and how many pairs there are."""
+    counts = [distinct([ids], 2) for ids in responses]
+    return sum(total - different for different, total in counts), sum(total for _, total in counts)
+
+
+class RunLog:
+    """A stage's metrics.jsonl (and TensorBoard), and its progress: one line, rewritten on a terminal.
+
+    Where there is no terminal, a line is printed ten times in all.
+    """
+
+    def __init__(self, run_dir: Path, stage: str, steps: int, tensorboard: bool) -> None:
+        self.stage, self.steps = stage, steps
+        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir))
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(stage, total=steps)
+        self._began = time.perf_counter()
+
+    def write(self, step: int, row: dict[str, float], line: str) -> None:
+        """Takes in the metrics of a step and what the progress line is to say of it."""
+        row = {"stage": self.stage, "step": step, **row}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._board:
+            for name, value in row.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(name, value, step)
+        self._bar.update(self._task, completed=step, description=f"{self.stage}: {line}")
+        if not console.is_terminal and step % max(self.steps // 10, 1) == 0:
+            left = (time.perf_counter() - self._began) / step * (self.steps - step)
+            self.print(f"{self.stage} {step}/{self.steps}: {line}, {left:.0f} s left")
+
+    def print(self, text: str, style: str = "") -> None:
+        """Prints text as it is, above the progress line: no markup is read in it."""
+        console.print(Text(text, style=style))
+
+    def __enter__(self) -> RunLog:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+        self._file.close()
+        if self._board:
+            self._board.close()

@@ -1,0 +1,107 @@
+"""The reward model: a body with a scalar head learns which of two texts people prefer (Bradley-Terry).
+
+    python -m trainer reward --run_dir runs/reward --model runs/sft/model --train pairs.jsonl
+    --heldout pairs2.jsonl
+
+The loss is `-log sigmoid(score of the chosen - score of the rejected)`, each read at the end token.
+Afterwards scores are put in units of the standard deviation of held-out texts, so that `kl_coef`
+means the same for every reward model.
+
+Source: Bradley and Terry 1952; Ouyang et al. 2022, equation 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from .checkpoint import new_run, save_model, write_json
+from .config import RewardConfig, require
+from .data import Pair, length_batches, micro_batches, pad, read_pairs
+from .metrics import Metrics, RunLog
+from .models import Scorer, load_tokenizer, new_scorer
+from .optimise import adamw, clipped_step, pick_device, schedule
+
+
+def run(config: RewardConfig, overwrite: bool = False) -> dict[str, float]:
+    """Trains, writes the reward model to `run_dir/model`, and returns its accuracy on held-out pairs."""
+    config.check()
+    tokenizer, scorer = load_tokenizer(config.model), new_scorer(config.model)
+    room = scorer.context_tokens
+    require(
+        config.max_tokens <= room, f"max_tokens is {config.max_tokens}, the model's context {room}"
+    )
+    train = read_pairs(config.train, tokenizer, config.max_tokens)
+    heldout = read_pairs(config.heldout, tokenizer, config.max_tokens)
+    run_dir = new_run(config, overwrite)
+
+    device = pick_device()
+    scorer = scorer.to(device).eval()
+    optimizer = adamw(scorer, config.learning_rate, config.weight_decay)
+    batches = length_batches(
+        [max(map(len, pair)) for pair in train], config.pairs_per_step, config.seed
+    )
+    with RunLog(run_dir, "reward", config.steps, config.tensorboard) as log:
+        for step, rows in zip(range(1, config.steps + 1), batches, strict=False):
+            schedule(optimizer, config, step)
+            metrics = Metrics()
+            batch = [train[row] for row in rows]
+            for part in micro_batches(
+                [2 * max(map(len, pair)) for pair in batch], config.micro_batch_tokens
+            ):
+                margins = _margins(scorer, [batch[row] for row in part], device)  # (b,)
+                losses = -logsigmoid(margins)
+                (losses.sum() / len(batch)).backward()
+                metrics.add("loss", losses.detach())
+                metrics.add("accuracy", margins > 0)
+            (norm,), stepped = clipped_step([(scorer, optimizer)], config.max_grad_norm)
+            metrics.add("grad_norm", norm)
+            metrics.add("skipped_steps", not stepped)
+            line = f"loss {metrics.mean('loss'):.2f}, accuracy {metrics.mean('accuracy'):.2f}"
+            log.write(step, metrics.means(), line)
+
+        result = _measure(scorer, heldout, config.micro_batch_tokens, device)
+        log.print(f"reward: right on {result['accuracy']:.1%} of {len(heldout)} held-out pairs")
+    record = {
+        "score_mean": result["score_mean"],
+        "score_std": result["score_std"],
+        "reward_head_trained": True,
+    }
+    scorer.model.config.update(record)
+    save_model(run_dir / "model", scorer.model, tokenizer)
+    write_json(run_dir / "summary.json", result)
+    return result
+
+
+def _margins(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> Tensor:
+    """Score of the chosen less that of the rejected text, `(b,)`."""
+    chosen, rejected = _scores(
+        scorer, [*(p.chosen for p in pairs), *(p.rejected for p in pairs)], device
+    ).chunk(2)
+    return chosen - rejected
+
+
+def _scores(scorer: Scorer, texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """The number at the end token of each text, `(b,)`."""
+    ends = torch.tensor([[len(ids) - 1] for ids in texts], device=device)  # (b, 1)
+    return scorer(pad(texts, fill=0, device=device)).gather(1, ends).squeeze(1)
+
+
+@torch.inference_mode()
+def _measure(
+    scorer: Scorer, pairs: Sequence[Pair], micro_batch_tokens: int, device: torch.device
+) -> dict[str, float]:
+    """Accuracy on pairs, and mean and standard deviation of the scores of their texts."""
+    texts = [ids for pair in pairs for ids in pair]
+    scores = torch.empty(len(texts), device=device)
+    for rows in micro_batches([len(ids) for ids in texts], micro_batch_tokens):
+        scores[rows] = _scores(scorer, [texts[row] for row in rows], device)
+    chosen, rejected = scores.view(-1, 2).unbind(1)
+    return {
+        "accuracy": (chosen > rejected).float().mean().item(),
+        "score_mean": scores.mean().item(),
+        "score_std": scores.std().item(),
+    }

@@ -1,0 +1,132 @@
+"""What a trained policy writes, beside what it wrote before.
+
+python -m trainer sample runs/demo --prompt "the film"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from .config import PPOConfig, require
+from .data import Encoder, Prompt, stop_ids
+from .metrics import console
+from .models import Policy, forward_all, load_policy, load_tokenizer
+from .optimise import pick_device
+from .rollout import generate
+from .scoring import RewardPart, load_rewards, score
+
+
+@dataclass
+class Sample:
+    """A response and what is known of it."""
+
+    prompt: str
+    text: str  # the response alone
+    score: float
+    kl: float  # of the policy that wrote it to the reference, over the response, nats
+    ref_logprob: float  # of the response under the reference, nats
+    ids: list[int]  # of the response, its stop token included
+
+
+def respond(
+    policy: Policy,
+    reference: Policy,
+    rewards: Sequence[RewardPart],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    config: PPOConfig,
+) -> list[Sample]:
+    """One response of `policy` to each prompt, sampled as in training."""
+    device = next(policy.parameters()).device
+    rollouts = generate(
+        policy,
+        prompts,
+        stop_ids(tokenizer, policy.lm.generation_config),
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        generator=torch.Generator(device).manual_seed(config.seed),
+    )
+    ref_logprobs = forward_all(
+        lambda ids: reference(ids, temperature=config.temperature),
+        rollouts.ids,
+        rollouts.lengths,
+        config.micro_batch_tokens,
+    ).where(rollouts.mask, 0.0)  # (B, T - 1)
+    scores, _ = score(rewards, rollouts, config.missing_eos_penalty)  # (B,)
+    responses = rollouts.responses()
+    return [
+        Sample(prompt, text, *numbers, ids)
+        for prompt, text, *numbers, ids in zip(
+            tokenizer.batch_decode([prompt.ids for prompt in prompts], skip_special_tokens=True),
+            tokenizer.batch_decode(responses, skip_special_tokens=True),
+            scores.tolist(),
+            (rollouts.logprobs - ref_logprobs).sum(1).tolist(),
+            ref_logprobs.sum(1).tolist(),
+            responses,
+            strict=True,
+        )
+    ]
+
+
+def pairs(before: Sequence[Sample], after: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Two responses to each prompt as JSON."""
+    return [
+        {"before": asdict(old), "after": asdict(new)}
+        for old, new in zip(before, after, strict=True)
+    ]
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints pairs side by side; what a model wrote is never read as markup."""
+    table = Table(show_lines=True)
+    for heading in ("prompt", "before", "after"):
+        table.add_column(heading)
+    for row in rows:
+        before, after = row["before"], row["after"]
+        cells = [
+            f"{side['text']}\n[score {side['score']:+.2f}, KL {side['kl']:.1f}]"
+            for side in (before, after)
+        ]
+        table.add_row(*(Text(cell) for cell in (before["prompt"], *cells)))
+    console.print(table)
+
+
+def run(run_dir: str, prompt: str) -> None:
+    """Prints what the policy of a run answers to a prompt, and what the model it started from answers."""
+    config = read_config(run_dir)
+    tokenizer, device = load_tokenizer(f"{run_dir}/policy"), pick_device()
+    policy = load_policy(f"{run_dir}/policy").to(device)
+    reference = load_policy(config.model).to(device)
+    rewards = load_rewards(config.rewards, tokenizer, device, config.micro_batch_tokens)
+    asked = [Prompt(Encoder(tokenizer, [{"prompt": prompt}], "prompt").start(prompt), prompt)]
+    room = policy.context_tokens - config.max_new_tokens - 1
+    require(
+        len(asked[0].ids) <= room,
+        f"the prompt has {len(asked[0].ids)} tokens, there is room for {room}",
+    )
+    sides = [
+        respond(model, reference, rewards, tokenizer, asked, config)
+        for model in (reference, policy)
+    ]
+    show(pairs(*sides))
+
+
+def read_config(run_dir: str) -> PPOConfig:
+    """The configuration of a PPO run."""
+    path = Path(run_dir) / "config.yaml"
+    require(path.is_file(), f"{run_dir} is not the folder of a PPO run: it has no config.yaml")
+    options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    require(
+        "ppo_epochs" in options,
+        f"{run_dir} is not the folder of a PPO run: its config.yaml is another stage's",
+    )
+    return PPOConfig(**options)

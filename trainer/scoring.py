@@ -1,0 +1,136 @@
+"""The score of a response: a weighted sum of reward models and functions, each part kept apart for the log."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from .config import UserError, require
+from .data import pad
+from .models import Scorer, forward_all, load_scorer, load_tokenizer
+from .rollout import Rollouts
+
+RewardFunction = Callable[..., list[float]]
+
+
+@dataclass
+class RewardPart:
+    """One term of the score."""
+
+    name: str
+    weight: float
+    score: Callable[[Rollouts], Tensor]  # (B,) float32
+    model: Scorer | None = None
+
+
+def score(
+    parts: Sequence[RewardPart], rollouts: Rollouts, missing_eos_penalty: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The score of each response, `(B,)`, and each part of it before its weight."""
+    each = {part.name: part.score(rollouts) for part in parts}
+    total = sum(
+        (part.weight * each[part.name] for part in parts), torch.zeros_like(rollouts.logprobs[:, 0])
+    )
+    return total - missing_eos_penalty * (~rollouts.terminated).float(), each
+
+
+def load_rewards(
+    weights: Mapping[str, float],
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    micro_batch_tokens: int,
+) -> list[RewardPart]:
+    """The parts of the score.
+
+    Args:
+        weights: of reward models' folders, `FILE.py:name` or `module:name`.
+        tokenizer: the policy's; a reward model must have the same.
+        device: for reward models.
+        micro_batch_tokens: most tokens in one forward pass.
+    """
+    parts = []
+    for source, weight in weights.items():
+        if ":" in source:
+            function = load_function(source)
+            name = source.rpartition(":")[2]
+            parts.append(RewardPart(name, weight, _from_function(function, source, tokenizer)))
+        else:
+            model = load_scorer(source).requires_grad_(False).to(device)
+            same = load_tokenizer(source).get_vocab() == tokenizer.get_vocab()
+            require(same, f"the reward model in {source} has another vocabulary than the policy")
+            rule = _from_model(model, tokenizer.eos_token_id, micro_batch_tokens)
+            parts.append(RewardPart(Path(source).name, weight, rule, model))
+    names = [part.name for part in parts]
+    require(len(set(names)) == len(names), f"two rewards have one name: {', '.join(names)}")
+    return parts
+
+
+def _from_model(scorer: Scorer, eos: int, micro_batch_tokens: int) -> Callable[[Rollouts], Tensor]:
+    def part(rollouts: Rollouts) -> Tensor:
+        """The score at the last token; a truncated text gets the end that the model was trained with."""
+        rows = zip(
+            rollouts.ids.tolist(),
+            rollouts.lengths.tolist(),
+            rollouts.terminated.tolist(),
+            strict=True,
+        )
+        whole = [ids[:length] + ([] if ended else [eos]) for ids, length, ended in rows]
+        lengths = torch.tensor([len(row) for row in whole], device=rollouts.ids.device)
+        ids = pad(whole, fill=eos, device=rollouts.ids.device)
+        return (
+            forward_all(scorer, ids, lengths, micro_batch_tokens)
+            .gather(1, lengths[:, None] - 1)
+            .squeeze(1)
+        )
+
+    return part
+
+
+def _from_function(
+    function: RewardFunction, source: str, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[Rollouts], Tensor]:
+    def part(rollouts: Rollouts) -> Tensor:
+        """What the function says of the texts."""
+        names = {name for prompt in rollouts.prompts for name in prompt.columns}
+        columns = {
+            name: [prompt.columns.get(name) for prompt in rollouts.prompts]
+            for name in sorted(names)
+        }
+        completions = tokenizer.batch_decode(rollouts.responses(), skip_special_tokens=True)
+        scores: Any = function(
+            [prompt.value for prompt in rollouts.prompts], completions, **columns
+        )
+        fits = isinstance(scores, (list, tuple)) and len(scores) == len(completions)
+        require(fits, f"{source} must return a list of {len(completions)} numbers")
+        numbers = [float(score) for score in scores]
+        require(all(map(math.isfinite, numbers)), f"{source} returned a score that is not finite")
+        return torch.tensor(numbers, device=rollouts.ids.device)
+
+    return part
+
+
+def load_function(source: str) -> RewardFunction:
+    """Imports `FILE.py:name` or `module:name`."""
+    where, _, name = source.rpartition(":")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        raise UserError(f"the reward function {source} cannot be imported: {error}") from None
+    function = getattr(module, name, None)
+    require(callable(function), f"the reward function {source}: {where} has no function {name!r}")
+    return function

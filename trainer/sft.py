@@ -1,0 +1,102 @@
+"""Supervised fine-tuning: a language model learns to go on as the texts do.
+
+    python -m trainer sft --run_dir runs/sft --train texts.jsonl --heldout heldout.jsonl
+
+Without `--model FOLDER` a small model and its tokenizer are made from scratch. What is here is the
+loop; rows and batches are in data.py, models in models.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from .checkpoint import new_run, save_model, write_json
+from .config import SFTConfig, require
+from .data import (
+    Example,
+    length_batches,
+    micro_batches,
+    pad,
+    read_examples,
+    read_rows,
+    train_tokenizer,
+)
+from .metrics import Metrics, RunLog
+from .models import Policy, load_policy, load_tokenizer, new_policy
+from .optimise import adamw, clipped_step, pick_device, schedule
+
+Batch = tuple[Tensor, Tensor]  # ids (b, t); mask (b, t - 1) of the tokens to learn
+
+
+def run(config: SFTConfig, overwrite: bool = False) -> dict[str, float]:
+    """Trains, writes the model to `run_dir/model`, and returns the loss on held-out text."""
+    config.check()
+    tokenizer, policy = _start(config)
+    train = read_examples(config.train, tokenizer, config.max_tokens)
+    heldout = read_examples(config.heldout, tokenizer, config.max_tokens)
+    run_dir = new_run(config, overwrite)
+
+    device = pick_device()
+    policy = policy.to(device).eval()
+    optimizer = adamw(policy, config.learning_rate, config.weight_decay)
+    batches = length_batches([len(x.ids) for x in train], config.sequences_per_step, config.seed)
+    with RunLog(run_dir, "sft", config.steps, config.tensorboard) as log:
+        for step, rows in zip(range(1, config.steps + 1), batches, strict=False):
+            schedule(optimizer, config, step)
+            metrics = Metrics()
+            tokens = sum(len(train[row].ids) - train[row].start for row in rows)
+            for ids, mask in _cut([train[row] for row in rows], config.micro_batch_tokens, device):
+                total = -policy(ids, mask).sum()  # nats
+                (total / tokens).backward()
+                metrics.add_sum("loss", total.detach(), mask.sum())
+            (norm,), stepped = clipped_step([(policy, optimizer)], config.max_grad_norm)
+            metrics.add("grad_norm", norm)
+            metrics.add("skipped_steps", not stepped)
+            log.write(step, metrics.means(), f"loss {metrics.mean('loss'):.2f} nats a token")
+
+        result = {"loss": _loss(policy, heldout, config.micro_batch_tokens, device)}
+        log.print(f"sft: held-out loss {result['loss']:.3f} nats a token")
+    save_model(run_dir / "model", policy.lm, tokenizer)
+    write_json(run_dir / "summary.json", result)
+    return result
+
+
+def _start(config: SFTConfig) -> tuple[PreTrainedTokenizerBase, Policy]:
+    if config.model:
+        policy = load_policy(config.model)
+        room = policy.context_tokens
+        require(
+            config.max_tokens <= room,
+            f"max_tokens is {config.max_tokens}, the model's context {room}",
+        )
+        return load_tokenizer(config.model), policy
+    rows = read_rows(config.train, "text", "prompt completion")
+    texts = (value for row in rows for value in row.values() if isinstance(value, str))
+    tokenizer = train_tokenizer(texts, config.scratch.vocab_size)
+    torch.manual_seed(config.seed)
+    return tokenizer, new_policy(config.scratch, tokenizer)
+
+
+def _cut(
+    batch: Sequence[Example], micro_batch_tokens: int, device: torch.device
+) -> Iterator[Batch]:
+    for rows in micro_batches([len(x.ids) for x in batch], micro_batch_tokens):
+        ids = pad([batch[row].ids for row in rows], fill=0, device=device)  # (b, t)
+        target = torch.arange(1, ids.shape[1], device=device)
+        starts = torch.tensor([[batch[row].start] for row in rows], device=device)  # (b, 1)
+        ends = torch.tensor([[len(batch[row].ids)] for row in rows], device=device)
+        yield ids, (target >= starts) & (target < ends)
+
+
+@torch.inference_mode()
+def _loss(
+    policy: Policy, examples: list[Example], micro_batch_tokens: int, device: torch.device
+) -> float:
+    metrics = Metrics()
+    for ids, mask in _cut(examples, micro_batch_tokens, device):
+        metrics.add("loss", -policy(ids, mask), mask)
+    return metrics.mean("loss")
