@@ -344,6 +344,7 @@ def test_a_sequence_alone_or_among_others(layout: str, masked: float) -> None:
     out, _ = run(call)
     bounds = [0, *itertools.accumulate(lengths)]
     for s in (0, 1, 16, 63, 64, 69):
+
         def pick(x: Tensor, s: int = s) -> Tensor:
             if x.shape != call["rewards"].shape:
                 return x[s : s + 1]

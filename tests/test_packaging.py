@@ -1,0 +1,126 @@
+"""The packages that users install, built and tried away from the checkout, which would be imported in their place."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("build", reason="the packaging tests need the extra `dev`")
+
+ROOT = Path(__file__).parent.parent
+LEFTOVERS = (".*", "build", "dist", "runs", "*.egg-info", "*.so", "__pycache__")
+SMOKE = """
+import importlib.metadata, ppokern, sys, torch
+assert ppokern.__version__ == importlib.metadata.version("ppokern")
+assert ppokern.__file__.startswith(sys.prefix), ppokern.__file__
+terminated = torch.tensor([False, True])
+out = ppokern.gae(torch.tensor([0.0, 1.0]), torch.tensor([0.4, 0.7]), gamma=0.9, terminated=terminated)
+torch.testing.assert_close(out.advantages, torch.tensor([0.4865, 0.3]))
+torch.testing.assert_close(out.returns, torch.tensor([0.8865, 1.0]))
+print(*ppokern.available_backends())
+"""
+
+
+def call(*command: object, check: bool = True, **environment: str) -> str:
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd="/",
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert not check or done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel built from it, each in isolation."""
+    work = tmp_path_factory.mktemp("dist")
+    shutil.copytree(ROOT, work / "checkout", ignore=shutil.ignore_patterns(*LEFTOVERS))
+    call(sys.executable, "-m", "build", "--outdir", work, work / "checkout", PPOKERN_BUILD="1")
+    return work
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """A fresh virtual environment that borrows torch and the rest from this one."""
+    call(sys.executable, "-m", "venv", tmp_path / "venv")
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    return tmp_path / "venv" / "bin"
+
+
+def wheel(dist: Path, out: Path, check: bool = True, **environment: str) -> str:
+    """Build a wheel from the sdist under other circumstances, and return what the build says."""
+    (sdist,) = dist.glob("*.tar.gz")
+    build = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-cache-dir"]
+    return call(*build, "-w", out, sdist, check=check, **environment)
+
+
+def smoke(environment: Path, folder: Path) -> list[str]:
+    """Install the wheel in `folder` and try it; return the backends that it has."""
+    (wheel,) = folder.glob("*.whl")
+    call(environment / "pip", "install", "--no-deps", wheel)
+    return call(environment / "python", "-c", SMOKE).split()
+
+
+def test_sdist_has_what_the_wheel_is_made_from(dist: Path) -> None:
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    sources = {str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.*")}
+    assert sources | {"LICENSE", "README.md", "setup.py", "trainer/presets/demo.yaml"} <= names
+
+
+def test_wheel_has_the_package_and_nothing_else(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"ppokern"}
+    sources = [*ROOT.glob("ppokern/**/*.py"), *ROOT.glob("trainer/**/*.*")]
+    for path in sources:
+        name = str(path.relative_to(ROOT))
+        if "__pycache__" not in name:
+            assert name.replace("trainer/", "ppokern/trainer/", 1) in names
+    assert any(name.startswith("ppokern/_native") for name in names)
+
+
+def test_wheel_works(dist: Path, environment: Path) -> None:
+    assert smoke(environment, dist) == ["torch", "cpu"]
+    assert "sft" in call(environment / "ppokern", "--help")
+
+
+def test_pure_python(dist: Path, environment: Path, tmp_path: Path) -> None:
+    wheel(dist, tmp_path, PPOKERN_BUILD="0")
+    assert [path.name for path in tmp_path.glob("*-py3-none-any.whl")]
+    assert smoke(environment, tmp_path) == ["torch"]
+
+
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
+def test_without_a_compiler(dist: Path, tmp_path: Path, compiler: str) -> None:
+    broken = {"CC": compiler, "CXX": compiler}
+    output = wheel(dist, tmp_path, **broken)
+    assert "ppokern: the C++ kernels could not be compiled; installing without them." in output
+    (made,) = tmp_path.glob("*.whl")
+    assert not [
+        name for name in zipfile.ZipFile(made).namelist() if name.startswith("ppokern/_native")
+    ]
+    made.unlink()
+    wheel(dist, tmp_path, check=False, PPOKERN_BUILD="1", **broken)  # asked for by name: an error
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_a_compiler_without_openmp(dist: Path, environment: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\ncase " $* " in *" -fopenmp "*) exit 1; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    wheel(dist, tmp_path, CXX=str(compiler), CC=str(compiler), PPOKERN_BUILD="1")
+    assert smoke(environment, tmp_path) == ["torch", "cpu"]
