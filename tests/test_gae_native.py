@@ -1,4 +1,4 @@
-"""The C++ kernel of `gae`, below the public function: layouts, strides, lanes, instruction sets, threads."""
+"""The C++ kernel of `gae`: layouts, strides, lanes, instruction sets, threads."""
 
 import itertools
 import os
@@ -106,11 +106,12 @@ def make(
     def bools(share: float) -> Tensor:
         return torch.rand(shape, generator=rng) < share
 
+    bounds = [0, *itertools.accumulate(lengths)]
     call: Call = dict(
         rewards=floats(shape), values=floats(shape), mask=None, bootstrap=None, continues=None,
         next_values=floats(shape) if next_values else None,
         last_values=floats(per_sequence) if last_values else None,
-        cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)]) if layout == "packed" else None,
+        cu_seqlens=torch.tensor(bounds) if layout == "packed" else None,
         gamma=0.97, lam=0.9, decay=decay, time_dim=0 if layout == "TB" else -1, check=True,
     )  # fmt: skip
     if masked:
@@ -146,7 +147,7 @@ def assert_right(call: Call) -> None:
     assert bool((error <= allowed).all()), f"off by {float((error - allowed).max())}"
 
 
-# 37 and 70 sequences: whole vectors of each width, several at once, and a rest; lengths that are not tiles
+# 37 and 70 sequences: some in vectors of each width, some in four at once, and a rest
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("masked", [0.0, 0.4])
@@ -249,7 +250,7 @@ def test_boundaries_out_of_bounds_are_refused(bounds: list[int]) -> None:
         run(call | {"cu_seqlens": torch.tensor(bounds)})
 
 
-# What is wrong is NaN at its place, and reported ---------------------------------------------------
+# What is wrong is NaN at its place, and reported -------------------------------------------------
 
 
 def one(*rewards: float, **options: Any) -> Call:
@@ -320,7 +321,7 @@ def test_nothing_beyond_an_end_gets_in() -> None:
     assert out[:, :2].isfinite().all()
 
 
-# Same bits ------------------------------------------------------------------------------------------
+# Same bits ----------------------------------------------------------------------------------------
 
 
 def battery() -> list[Call]:

@@ -1,4 +1,4 @@
-"""The packages that users install, built and tried away from the checkout, which would be imported in their place."""
+"""The packages that users install, tried away from the checkout, which would shadow them."""
 
 import os
 import shutil
@@ -20,8 +20,8 @@ SMOKE = """
 import importlib.metadata, ppokern, sys, torch
 assert ppokern.__version__ == importlib.metadata.version("ppokern")
 assert ppokern.__file__.startswith(sys.prefix), ppokern.__file__
-terminated = torch.tensor([False, True])
-out = ppokern.gae(torch.tensor([0.0, 1.0]), torch.tensor([0.4, 0.7]), gamma=0.9, terminated=terminated)
+rewards, values, ended = torch.tensor([[0.0, 1.0], [0.4, 0.7], [0, 1]])
+out = ppokern.gae(rewards, values, gamma=0.9, terminated=ended > 0)
 torch.testing.assert_close(out.advantages, torch.tensor([0.4865, 0.3]))
 torch.testing.assert_close(out.returns, torch.tensor([0.8865, 1.0]))
 print(*ppokern.available_backends())
@@ -59,7 +59,7 @@ def environment(tmp_path: Path) -> Path:
     return tmp_path / "venv" / "bin"
 
 
-def wheel(dist: Path, out: Path, check: bool = True, **environment: str) -> str:
+def wheel(dist: Path, out: Path, environment: dict[str, str], check: bool = True) -> str:
     """Build a wheel from the sdist under other circumstances, and return what the build says."""
     (sdist,) = dist.glob("*.tar.gz")
     build = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-cache-dir"]
@@ -99,7 +99,7 @@ def test_wheel_works(dist: Path, environment: Path) -> None:
 
 
 def test_pure_python(dist: Path, environment: Path, tmp_path: Path) -> None:
-    wheel(dist, tmp_path, PPOKERN_BUILD="0")
+    wheel(dist, tmp_path, {"PPOKERN_BUILD": "0"})
     assert [path.name for path in tmp_path.glob("*-py3-none-any.whl")]
     assert smoke(environment, tmp_path) == ["torch"]
 
@@ -107,14 +107,14 @@ def test_pure_python(dist: Path, environment: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
 def test_without_a_compiler(dist: Path, tmp_path: Path, compiler: str) -> None:
     broken = {"CC": compiler, "CXX": compiler}
-    output = wheel(dist, tmp_path, **broken)
+    output = wheel(dist, tmp_path, broken)
     assert "ppokern: the C++ kernels could not be compiled; installing without them." in output
     (made,) = tmp_path.glob("*.whl")
     assert not [
         name for name in zipfile.ZipFile(made).namelist() if name.startswith("ppokern/_native")
     ]
     made.unlink()
-    wheel(dist, tmp_path, check=False, PPOKERN_BUILD="1", **broken)  # asked for by name: an error
+    wheel(dist, tmp_path, broken | {"PPOKERN_BUILD": "1"}, check=False)  # asked for: an error
     assert not list(tmp_path.glob("*.whl"))
 
 
@@ -122,5 +122,5 @@ def test_a_compiler_without_openmp(dist: Path, environment: Path, tmp_path: Path
     compiler = tmp_path / "g++"
     compiler.write_text('#!/bin/sh\ncase " $* " in *" -fopenmp "*) exit 1; esac\nexec c++ "$@"\n')
     compiler.chmod(0o755)
-    wheel(dist, tmp_path, CXX=str(compiler), CC=str(compiler), PPOKERN_BUILD="1")
+    wheel(dist, tmp_path, {"CC": str(compiler), "CXX": str(compiler), "PPOKERN_BUILD": "1"})
     assert smoke(environment, tmp_path) == ["torch", "cpu"]
