@@ -31,8 +31,8 @@ def gae(
     next_values = None if next_values is None else next_values.float()
     last_values = None if last_values is None else last_values.float()
     continues = bootstrap if continues is None else continues
-    advantages = torch.empty(rewards.shape, dtype=torch.float32)
-    returns = torch.empty(rewards.shape, dtype=torch.float32)
+    advantages = torch.empty_like(rewards, memory_format=torch.contiguous_format)
+    returns = torch.empty_like(advantages)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
         sequences = cu_seqlens.shape[0] - 1
