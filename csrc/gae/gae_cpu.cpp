@@ -75,7 +75,8 @@ inline Result take(Step step, float gamma, float gamma_lambda, Carry& carry) {
   return result;
 }
 
-// Sequences that lie side by side in memory: kVectors of kLanes, so that one does not wait.
+// Sequences that lie side by side in memory, kVectors of kLanes at a time: while one waits for its
+// last result, the others go on.
 template <class N, int kVectors>
 bool walk_neighbours(const GaeArgs& args, int64_t first) {
   const Mask all = Mask{} == 0;
@@ -184,7 +185,8 @@ inline void walk_tile(const GaeArgs& args, const Walk& walk, Tile& tile, Carry& 
   store_tile(args.returns, walk, tile.returns);
 }
 
-// Sequences of any length and strides: a lane that is through with one takes the next.
+// Sequences of any lengths and strides: a lane that is through with one takes the next. Turning
+// tiles costs less than walking along scalar rows, and the masks cost no branches.
 template <class N>
 bool walk_any(const GaeArgs& args, int64_t first, int64_t last) {
   Walk walk;
