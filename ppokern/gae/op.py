@@ -46,7 +46,11 @@ def _gae(
         gamma=gamma, lam=lam, decay=decay, time_dim=time_dim, check=check,
     )  # fmt: skip
     if check and not finite:
-        _raise_fault(rewards, values, **flags, **ends, cu_seqlens=cu_seqlens, time_dim=time_dim)
+        overflow = ~(advantages.isfinite() & returns.isfinite())
+        _raise_fault(
+            rewards, values, **flags, **ends, cu_seqlens=cu_seqlens, time_dim=time_dim,
+            overflow=overflow,
+        )  # fmt: skip
     return advantages, returns
 
 
@@ -70,6 +74,7 @@ def _raise_fault(
     last_values: Tensor | None,
     cu_seqlens: Tensor | None,
     time_dim: int,
+    overflow: Tensor,
 ) -> NoReturn:
     """Name what made a result that is not finite, and where."""
     time_major = time_dim == 0 and rewards.dim() == 2
@@ -99,7 +104,8 @@ def _raise_fault(
     look(name, inside & goes_on & ~boot, "no continuation without bootstrapping", "one")
     if next_values is None:
         look("next_values", inside & boot & ~goes_on, "a tensor, as trajectories are cut", "a cut")
-    _check.fail("rewards, values", "results within the dtype's range", "an overflow")
+    at = _check.place(_check.first(overflow) or 0, overflow.shape)
+    _check.fail("rewards, values", "results within the dtype's range", f"an overflow at {at}")
 
 
 def gae(

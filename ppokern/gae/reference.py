@@ -84,7 +84,7 @@ def gae(
     returns = torch.where(valid, delta + value, 0.0)
     finite = not check or bool((advantages.isfinite() & returns.isfinite()).all())
     if time_dim == 0 and advantages.dim() == 2:
-        advantages, returns = advantages.t(), returns.t()
+        advantages, returns = advantages.t().contiguous(), returns.t().contiguous()
     return advantages, returns, finite
 
 

@@ -51,7 +51,7 @@ def pack(x: Shaped[Tensor, "*batch_and_features"], mask: Bool[Tensor, "*batch"])
 
 
 def unpack(
-    values: Shaped[Tensor, "packed *features"],
+    values: Shaped[Tensor, " packed *features"],
     cu_seqlens: Integer[Tensor, " S+1"],
     *,
     length: int | None = None,
