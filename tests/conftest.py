@@ -1,0 +1,82 @@
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import hypothesis
+import pytest
+import torch
+
+import ppokern
+
+OPS = ("logprob", "linear", "gae", "whiten", "ppo_loss", "reward", "packing")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Can(NamedTuple):
+    ops: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: str = "cpu"
+
+
+# What each backend can do. A new one joins every test below with one line.
+CAN = {
+    "torch": Can(OPS, FLOATS),
+    "cpu": Can(("gae",), FLOATS[:3]),
+}
+
+hypothesis.settings.register_profile(
+    "ppokern",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=25,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("ppokern")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`backend` and `dtype` of a test: all that are there and can do the module's OP."""
+    op, names = getattr(metafunc.module, "OP", None), set(metafunc.fixturenames)
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        if mark.args[0] == "dtype":
+            names.discard("dtype")
+    if "backend" in names:
+        able = [
+            (name, dtype)
+            for name in ppokern.available_backends()
+            if name in CAN and op in CAN[name].ops
+            for dtype in CAN[name].dtypes
+        ]
+        if "dtype" in names:
+            ids = [f"{name}-{str(dtype)[6:]}" for name, dtype in able]
+            metafunc.parametrize(("backend", "dtype"), able, ids=ids, indirect=["backend"])
+        else:
+            metafunc.parametrize("backend", dict.fromkeys(name for name, _ in able), indirect=True)
+    elif "dtype" in names:
+        metafunc.parametrize("dtype", FLOATS, ids=[str(d)[6:] for d in FLOATS])
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    device = CAN[request.param].device
+    where = nullcontext() if device == "cpu" else torch.device(device)
+    with ppokern.use_backend(request.param), where:
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """Fixed numbers, and one thread: nothing waits for a core that another process has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def validation() -> Iterator[None]:
+    ppokern.set_validation(True)
+    yield
+    ppokern.set_validation(False)
