@@ -1,4 +1,7 @@
-"""The command line: `python -m trainer COMMAND --help` in a checkout, `ppokern COMMAND --help` where it is installed."""
+"""The command line.
+
+In a checkout `python -m trainer COMMAND --help`, where it is installed `ppokern COMMAND --help`.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,9 @@ def parser() -> ArgumentParser:
     )
     commands = top.add_subcommands(dest="command")
     for name, config in STAGES.items():
-        presets = [str(PRESETS / "demo.yaml")] if name == "demo" else None
-        stage = ArgumentParser(default_config_files=presets, exit_on_error=False)
+        stage = ArgumentParser(exit_on_error=False)
+        if name == "demo":
+            stage.default_config_files = [str(PRESETS / "demo.yaml")]
         stage.add_argument(
             "--config", action="config", help="YAML file; options given beside it win."
         )

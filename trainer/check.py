@@ -56,8 +56,9 @@ def check_paths(policy: Policy, rollouts: Rollouts, config: PPOConfig, metrics: 
     metrics.add("consistency/logprob_difference", change.abs())
     if not ratio <= RATIO_LIMIT:
         raise CheckFailed(
-            f"sampling and training disagree: |ratio - 1| is up to {ratio:.2g} (mean |log-prob difference| "
-            f"{change.abs().mean().item():.2g} nats); the likely cause: {likely_cause(policy, rollouts, temperature)}"
+            f"sampling and training disagree: |ratio - 1| is up to {ratio:.2g}, log-probs differ "
+            f"by {change.abs().mean().item():.2g} nats on average; the likely cause: "
+            f"{likely_cause(policy, rollouts, temperature)}"
         )
     return again
 
@@ -67,13 +68,14 @@ def check_start(logprobs: Tensor, experience: Experience) -> None:
     distance = (logprobs - experience.ref_logprobs)[experience.mask].abs().max().item()
     if not distance <= KL_LIMIT:
         raise CheckFailed(
-            f"before the first step the reference differs from the policy by up to {distance:.2g} nats a token; the "
-            "likely cause: weights out of step, the reference is not the model that the policy starts from"
+            f"before the first step the reference differs from the policy by up to {distance:.2g} "
+            "nats a token; the likely cause: weights out of step, the reference is not the model "
+            "that the policy starts from"
         )
 
 
 def check_sums(rollouts: Rollouts, experience: Experience, kl_coef: float) -> None:
-    """Every response token is a transition, and every response's rewards add up to its score less the KL."""
+    """Every response token is a transition; a response's rewards add up to its score less KL."""
     prompts = torch.tensor(
         [len(prompt.ids) for prompt in rollouts.prompts], device=rollouts.lengths.device
     )
@@ -85,13 +87,14 @@ def check_sums(rollouts: Rollouts, experience: Experience, kl_coef: float) -> No
     total = experience.scores - kl_coef * experience.kl.sum(1)
     if not torch.allclose(experience.rewards.sum(1)[kept], total[kept], rtol=1e-4, atol=1e-3):
         raise CheckFailed(
-            "rewards do not add up to score less KL; the likely cause: the mask, or a score put twice"
+            "rewards do not add up to score less KL; the likely cause: the mask, or a score put "
+            "twice"
         )
 
 
 @torch.no_grad()
 def likely_cause(policy: Policy, rollouts: Rollouts, temperature: float) -> str:
-    """Tries what could make sampling and training differ, on a few rows, until one of them explains it."""
+    """Tries what could make sampling and training differ until one of them explains it."""
 
     def explained(temperature: float, rows: slice, width: int | None = None) -> bool:
         again = policy(rollouts.ids[rows, :width], temperature=temperature)

@@ -17,7 +17,7 @@ from .config import require
 
 
 def new_run(config: Any, overwrite: bool) -> Path:
-    """Makes a stage's run folder and writes its configuration there; a run in it is replaced only if asked for."""
+    """Makes a stage's run folder; a run that it holds is replaced only if asked for."""
     run_dir = Path(config.run_dir)
     metrics = run_dir / "metrics.jsonl"
     free = overwrite or not metrics.exists()

@@ -1,4 +1,4 @@
-"""Every option of every stage: typed, with its unit in its name, and checked before anything is loaded.
+"""Every option of every stage: typed, its unit in its name, checked before anything is loaded.
 
 A stage takes one of these dataclasses. The command line fills it from a YAML file and dotted
 overrides; an unknown key is an error there, a value out of range is a `UserError` here.
@@ -11,7 +11,7 @@ from typing import Literal
 
 
 class UserError(Exception):
-    """A mistake that the caller can mend, told in one sentence. The command line ends with exit code 2."""
+    """A mistake that the caller can mend, told in one sentence. Exit code 2."""
 
 
 class CheckFailed(Exception):
@@ -77,7 +77,7 @@ class Stage:
     seed: int = 0
     """Of initial weights, data order and sampling."""
     micro_batch_tokens: int = 2048
-    """Most tokens, padding included, in one forward and backward pass; a step adds up as many passes as it needs."""
+    """Most tokens, padding included, in one pass; a step adds up as many passes as it needs."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; the norm before is logged."""
     tensorboard: bool = False
@@ -92,7 +92,7 @@ class Stage:
 
 @dataclass
 class Supervised(Stage):
-    """What the two supervised stages have in common: AdamW, linear warm-up, cosine to a twentieth."""
+    """What the supervised stages have in common: AdamW, a warm-up, a cosine to a twentieth."""
 
     heldout: str = ""
     """JSONL file to measure on."""
@@ -133,7 +133,8 @@ class SFTConfig(Supervised):
             self.scratch.check()
             require(
                 self.max_tokens <= self.scratch.context_tokens,
-                f"max_tokens is {self.max_tokens}, more than scratch.context_tokens, {self.scratch.context_tokens}",
+                f"max_tokens is {self.max_tokens}, more than scratch.context_tokens, "
+                f"{self.scratch.context_tokens}",
             )
 
 
@@ -159,11 +160,11 @@ class PPOConfig(Stage):
     """PPO with four models: policy, critic, frozen reference, frozen reward model or functions."""
 
     prompt_tokens: int | None = None
-    """Take the first so many tokens of `{"text"}` as the prompt; without it rows have a `{"prompt"}`."""
+    """The prompt is the first so many tokens of a row's `{"text"}`; null: its `{"prompt"}`."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Weight of each part: a reward model's folder, `FILE.py:name` or `module:name`."""
     critic: str = ""
-    """Folder of the reward model that the critic starts from; without it: the policy's body and a head of zeros."""
+    """Reward model's folder to start the critic from; else the policy's body, a head of zeros."""
 
     updates: int = 60
     """Rounds of sampling and training."""
@@ -199,7 +200,7 @@ class PPOConfig(Stage):
     entropy_coef: float = 0.0
     """Weight of the exact entropy in the policy's loss."""
     target_kl: float | None = None
-    """End an update's training before the step whose minibatch has moved further than this, in nats a token (k3)."""
+    """An update ends before the step at which the policy has moved so far, k3, nats a token."""
 
     kl_coef: float = 0.1
     """Weight of the KL to the reference; where the controller is adaptive, its first value."""
@@ -242,7 +243,8 @@ class PPOConfig(Stage):
         )
         require(
             self.minibatches <= self.episodes_per_update,
-            f"minibatches is {self.minibatches}, more than episodes_per_update, {self.episodes_per_update}",
+            f"minibatches is {self.minibatches}, more than episodes_per_update, "
+            f"{self.episodes_per_update}",
         )
         self._check_kl()
 
@@ -257,7 +259,8 @@ class PPOConfig(Stage):
         if self.kl_controller == "adaptive":
             require(
                 len(given) == 1,
-                "an adaptive kl_controller needs one target: kl_target_per_sequence or kl_target_per_token",
+                "an adaptive kl_controller needs one target: kl_target_per_sequence or "
+                "kl_target_per_token",
             )
             require(
                 self.kl_coef > 0, "an adaptive kl_controller needs a kl_coef above 0 to start from"
@@ -291,14 +294,14 @@ class DemoConfig:
         """Raises a `UserError` for a value that is missing or out of range, in any stage."""
         require(
             bool(self.reward) or not self.text,
-            "--text needs --reward FILE.py:name: own text has no preferences to learn a reward from",
+            "--text needs --reward FILE.py:name: own text has no preferences to learn from",
         )
         _positive(self, "evaluation_prompts")
         for stage in self.stages():
             stage.check()
 
     def stages(self) -> tuple[SFTConfig, RewardConfig, PPOConfig]:
-        """The stages with seed and paths: what one writes, the next reads. PPO's run is the demo's."""
+        """The stages with their paths: what one writes, the next reads. PPO's run is the demo's."""
         run_dir, data = self.run_dir, f"{self.run_dir}/data"
         model, reward_model = f"{run_dir}/sft/model", f"{run_dir}/reward/model"
         sft = replace(

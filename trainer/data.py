@@ -98,9 +98,8 @@ def _short_enough(
     kept = [item for item in items if length(item) <= max_tokens]
     require(bool(kept), f"{path}: every row has more than {max_tokens} tokens")
     if len(kept) < len(items):
-        console.print(
-            f"{path}: {len(items) - len(kept)} of {len(items)} rows left out, longer than {max_tokens} tokens"
-        )
+        left_out = f"{len(items) - len(kept)} of {len(items)} rows left out"
+        console.print(f"{path}: {left_out}, longer than {max_tokens} tokens")
     return kept
 
 
@@ -124,10 +123,8 @@ def read_rows(path: str, *keys: str) -> list[Row]:
         fits = isinstance(row, dict) and any(
             all(key in row for key in group.split()) for group in keys
         )
-        require(
-            fits,
-            f"{path}, line {number}: needs the keys {' or '.join(map(repr, keys))}, got {_shown(row)}",
-        )
+        needed = " or ".join(map(repr, keys))
+        require(fits, f"{path}, line {number}: needs the keys {needed}, got {_shown(row)}")
         rows.append(row)
     require(bool(rows), f"{path} is empty")
     return rows
@@ -164,26 +161,34 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokenizer's EOS."""
+    eos: Any = tokenizer.eos_token_id
+    require(eos is not None, "the tokenizer has no EOS, so nothing could end a response")
+    return eos
+
+
 def stop_ids(tokenizer: PreTrainedTokenizerBase, generation: object = None) -> list[int]:
     """The tokens that end a response: the tokenizer's EOS and those of a generation config."""
-    listed = getattr(generation, "eos_token_id", None)
-    listed = listed if isinstance(listed, list) else [listed]
-    return sorted({i for i in [tokenizer.eos_token_id, *listed] if i is not None})
+    others = getattr(generation, "eos_token_id", None)
+    others = others if isinstance(others, list) else [others]
+    return sorted({end_token(tokenizer), *others} - {None})
 
 
 class Encoder:
-    """Values to ids; the strings of a file are tokenised in one call.
-
-    Args:
-        tokenizer: it must have an EOS; whether a sequence begins with a BOS is as it does it.
-        rows: all that will be asked for.
-        *keys: where in a row values stand.
-    """
+    """Values to ids; the strings of a file are tokenised in one call."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rows: Iterable[Row], *keys: str) -> None:
+        """Tokenises all strings that will be asked for.
+
+        Args:
+            tokenizer: it must have an EOS; a sequence begins with a BOS if it begins them so.
+            rows: where they stand.
+            *keys: under which keys.
+        """
         self.tokenizer = tokenizer
-        self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        require(self.eos is not None, "the tokenizer has no EOS, so nothing could end a response")
+        self.bos: Any = tokenizer.bos_token_id
+        self.eos = end_token(tokenizer)
         self._begin = [self.bos] if tokenizer("a").input_ids[0] == self.bos else []
         strings = {row[key] for row in rows for key in keys if isinstance(row.get(key), str)}
         texts = sorted(strings) or [""]
@@ -195,14 +200,13 @@ class Encoder:
         if isinstance(value, str):
             ids = self._begin + self._inner(value)
         else:
-            ids = self._templated(value, add_generation_prompt=True)
+            ids = self._templated(value, answered=False)
             while ids[:2] == [self.bos, self.bos]:
                 ids = ids[1:]
-        require(
-            bool(ids) or self.bos is not None,
-            "a prompt is empty, and the tokenizer has no BOS to begin with",
-        )
-        return ids or [self.bos]
+        if not ids:
+            require(self.bos is not None, "a prompt is empty, and the tokenizer has no BOS")
+            ids = [self.bos]
+        return ids
 
     def whole(self, value: Value) -> Example:
         """Ids of a text, ended with one EOS; the loss takes part in all but the first token."""
@@ -232,14 +236,15 @@ class Encoder:
             ids = ids[:-1]
         return ids
 
-    def _templated(self, messages: list[dict[str, str]], **options: bool) -> list[int]:
+    def _templated(self, messages: list[dict[str, str]], *, answered: bool = True) -> list[int]:
         require(
             bool(self.tokenizer.chat_template),
             "chat messages need a tokenizer with a chat template",
         )
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=False, **options
+        ids: Any = self.tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=False, add_generation_prompt=not answered
         )
+        return ids
 
     def _unended(self, ids: list[int]) -> list[int]:
         """What stands before the last EOS: a template may put a line break behind it."""
@@ -272,7 +277,7 @@ def length_batches(lengths: Sequence[int], size: int, seed: int) -> Iterator[lis
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Rows sorted by length and cut where one more would make more than `max_tokens` with its padding."""
+    """Rows by length, cut where one more would make more than `max_tokens`, padding included."""
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
         if not batches or (len(batches[-1]) + 1) * lengths[row] > max_tokens:

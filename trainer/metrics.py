@@ -1,4 +1,4 @@
-"""Numbers of a run: kept as (sum, count) until the end, written to metrics.jsonl, shown on one line.
+"""Numbers of a run: a (sum, count) each until the end, then in metrics.jsonl and on one line.
 
 So none is averaged over padding, and none twice: a mean over micro-batches is the mean over their
 tokens.
@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ class Metrics:
     """Named means, each a sum and a count until it is read."""
 
     def __init__(self) -> None:
+        """Begins with none."""
         self._pairs: dict[str, list[Number]] = {}
 
     def add(self, name: str, values: Number | Sequence[float], mask: Tensor | None = None) -> None:
@@ -89,18 +89,19 @@ def distinct(responses: Sequence[Sequence[int]], n: int) -> tuple[int, int]:
 
 
 def repeated(responses: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """How many pairs of neighbours have stood in the same response before, and how many pairs there are."""
+    """How many pairs of neighbours stood in the same response before, and how many there are."""
     counts = [distinct([ids], 2) for ids in responses]
     return sum(total - different for different, total in counts), sum(total for _, total in counts)
 
 
 class RunLog:
-    """A stage's metrics.jsonl (and TensorBoard), and its progress: one line, rewritten on a terminal.
+    """A stage's metrics.jsonl (and TensorBoard), and its progress.
 
-    Where there is no terminal, a line is printed ten times in all.
+    On a terminal that is one line, rewritten with each step; elsewhere ten lines in all.
     """
 
     def __init__(self, run_dir: Path, stage: str, steps: int, tensorboard: bool) -> None:
+        """Opens the files of a stage of so many steps."""
         self.stage, self.steps = stage, steps
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._board: Any = None
@@ -117,12 +118,14 @@ class RunLog:
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task(stage, total=steps)
+        self._bar.start()
         self._began = time.perf_counter()
 
     def write(self, step: int, row: dict[str, float], line: str) -> None:
         """Takes in the metrics of a step and what the progress line is to say of it."""
-        row = {"stage": self.stage, "step": step, **row}
-        self._file.write(json.dumps(row) + "\n")
+        labelled: dict[str, Any] = {"stage": self.stage, "step": step, **row}
+        finite = {key: None if value != value else value for key, value in labelled.items()}
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
         if self._board:
             for name, value in row.items():
@@ -137,16 +140,8 @@ class RunLog:
         """Prints text as it is, above the progress line: no markup is read in it."""
         console.print(Text(text, style=style))
 
-    def __enter__(self) -> RunLog:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Ends the line and closes the files."""
         self._bar.stop()
         self._file.close()
         if self._board:

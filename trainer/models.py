@@ -1,4 +1,4 @@
-"""The models: policy, critic, reference and reward model, as modules that go from token ids to numbers.
+"""Policy, critic, reference and reward model, as modules that go from token ids to numbers.
 
 A wrapper (DDP, FSDP) goes around these two modules, so nothing outside reads a head's weight or
 calls a trunk. Rows are padded on the right: a causal model never looks there, so a forward pass
@@ -37,7 +37,7 @@ from ppokern import Loss, linear_ppo_loss, linear_selected_logprobs
 from .config import Scratch, require
 from .data import micro_batches
 
-logging.set_verbosity_error()  # it warns of fresh heads and of padding without a mask: both are meant
+logging.set_verbosity_error()  # warnings: of fresh heads, of padding without a mask; both are meant
 logging.disable_progress_bar()
 
 
@@ -48,12 +48,13 @@ class KeyValueCache:
     positions counted.
     """
 
-    def __init__(self, attended: Tensor) -> None:  # (B, P) bool
+    def __init__(self, attended: Tensor) -> None:
+        """Takes where the prompts' tokens stand: `(B, P)` bool."""
         self.past: Any = None
         self.attended = None if bool(attended.all()) else attended
 
     def inputs(self, ids: Tensor, config: PreTrainedConfig) -> dict[str, Any]:
-        """What the trunk has to be told besides the ids: the past and, if a row is padded, where its tokens stand."""
+        """What the trunk is told besides ids: the past and, if a row is padded, positions."""
         if self.past is None:
             self.past = DynamicCache(config=config)
         if self.attended is None:
@@ -79,6 +80,7 @@ class Policy(nn.Module):
     """A causal language model."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
+        """Takes a model with a language head."""
         super().__init__()
         self.lm = lm
         names = inspect.signature(lm.base_model.forward).parameters
@@ -134,9 +136,13 @@ class Policy(nn.Module):
 
 
 class Scorer(nn.Module):
-    """A body with a scalar head, in units of `score_std` from `score_mean`: a critic or a reward model."""
+    """A body with a scalar head: a critic or a reward model.
+
+    Its numbers are given in units of the config's `score_std` from its `score_mean`.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Takes a model for sequence classification with one label."""
         super().__init__()
         self.model = model
         for name, default in (
@@ -157,7 +163,8 @@ class Scorer(nn.Module):
         hidden = self.model.base_model(
             input_ids=ids, use_cache=False
         ).last_hidden_state  # (B, T, H)
-        raw = self.model.score(hidden).squeeze(-1).float()
+        head: Any = self.model.score
+        raw = head(hidden).squeeze(-1).float()
         return (raw - self.model.config.score_mean) / self.model.config.score_std
 
 
@@ -227,7 +234,7 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def dropout_of(module: nn.Module) -> list[str]:
-    """Names of the parts that would drop something in training: modules, and rates that attention reads."""
+    """Names of what would drop something in training: modules, and rates that attention reads."""
     found = []
     for name, part in module.named_modules():
         rates = {key: value for key, value in vars(part).items() if "drop" in key or key == "p"}
@@ -258,7 +265,8 @@ def load_policy(folder: str) -> Policy:
     policy = Policy(lm)
     require(
         policy.knows_its_head(),
-        f"{folder}: a {lm.config.model_type} does something between trunk and logits that is not known here",
+        f"{folder}: a {lm.config.model_type} does something between trunk and logits that is not "
+        "known here",
     )
     return policy
 
@@ -277,7 +285,8 @@ def load_scorer(folder: str) -> Scorer:
     trained = getattr(model.config, "reward_head_trained", False) is True
     require(
         trained and not missing,
-        f"{folder} has no trained reward head (the reward stage writes one, with reward_head_trained in its config.json)",
+        f"{folder} has no trained reward head (the reward stage writes one, and "
+        "reward_head_trained in its config.json)",
     )
     return Scorer(model)
 

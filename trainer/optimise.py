@@ -1,4 +1,4 @@
-"""The optimiser steps of all stages: AdamW, its schedule, and a step that is clipped, or skipped if not finite."""
+"""The optimiser steps of all stages: AdamW, its schedule, clipping."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def schedule(optimizer: Optimizer, config: Supervised, step: int) -> None:
 
 
 def clipped_step(trained: Sequence[Trained], max_grad_norm: float) -> tuple[list[Tensor], bool]:
-    """Clips each module's gradients to `max_grad_norm` and steps; a norm that is not finite steps none of them.
+    """Clips each module's gradients and steps; a norm that is not finite steps none of them.
 
     Returns:
         The norms before clipping, and whether the step was taken.

@@ -30,11 +30,11 @@ def show(config: SFTConfig | RewardConfig | PPOConfig | DemoConfig) -> None:
         for stage in config.stages():
             table(stage.run_dir, plan(stage, model, longest))
         return
-    if config.model:
+    if isinstance(config, SFTConfig) and not config.model:
+        model = scratch_config(config.scratch)
+    else:
         require_model(config.model)
         model = AutoConfig.from_pretrained(config.model, local_files_only=True)
-    else:
-        model = scratch_config(config.scratch)
     longest = 0
     if isinstance(config, PPOConfig):
         room = model.max_position_embeddings - config.max_new_tokens - 1
@@ -70,9 +70,9 @@ def _ppo(config: PPOConfig, model: PreTrainedConfig, longest: int) -> Plan:
     cache = episodes * (longest + new) * model.num_hidden_layers * 2 * model.hidden_size * 4
     passing = 2 * _passing(model, config.micro_batch_tokens)
     return {
-        "prompts an update": f"{episodes // config.samples_per_prompt:,}, of at most {longest} tokens",
+        "prompts an update": f"{episodes // config.samples_per_prompt:,}, up to {longest} tokens",
         "episodes an update": f"{episodes:,}, {config.samples_per_prompt} to a prompt",
-        "tokens an update": f"at most {episodes * new:,} new, {episodes * (longest + new):,} in all",
+        "tokens an update": f"at most {episodes * (longest + new):,}, {episodes * new:,} new",
         "minibatches": f"{config.minibatches} of {minibatch} episodes",
         "micro-batches a minibatch": _cuts(minibatch, longest + new, config.micro_batch_tokens),
         "optimiser steps an update": f"{config.ppo_epochs} epochs x {config.minibatches} = {steps}",

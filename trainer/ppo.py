@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import resource
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -84,7 +85,7 @@ class KLController:
 
 
 def run(config: PPOConfig, overwrite: bool = False) -> dict[str, float]:
-    """Trains; writes policy, critic, metrics and samples to `run_dir`; returns the last update's metrics."""
+    """Trains, writes policy, critic, metrics and samples, and returns the last metrics."""
     config.check()
     device = pick_device()
     models = load(config, device)
@@ -105,7 +106,7 @@ def run(config: PPOConfig, overwrite: bool = False) -> dict[str, float]:
     shuffle = torch.Generator().manual_seed(config.seed)  # of minibatches
     row: dict[str, float] = {}
 
-    with RunLog(run_dir, "ppo", config.updates, config.tensorboard) as log:
+    with closing(RunLog(run_dir, "ppo", config.updates, config.tensorboard)) as log:
         for update in range(1, config.updates + 1):
             metrics = Metrics()
             kl_coef = controller.coef
@@ -172,7 +173,7 @@ def load(config: PPOConfig, device: torch.device) -> Models:
 
 
 def room(models: Models, config: PPOConfig) -> int:
-    """Longest prompt, in tokens: the response and the end token that a reward model is shown need their place."""
+    """Longest prompt, in tokens: a response, and an end token shown to a reward model, follow."""
     scorers = [models.critic, *(part.model for part in models.rewards if part.model)]
     context = min(module.context_tokens for module in (models.policy, *scorers))
     left = context - config.max_new_tokens - 1
@@ -192,7 +193,7 @@ def learn(
     shuffle: torch.Generator,
     metrics: Metrics,
 ) -> None:
-    """`ppo_epochs * minibatches` optimiser steps on one experience, fewer where `target_kl` ends them."""
+    """`ppo_epochs * minibatches` steps on one experience, fewer where `target_kl` ends them."""
     before = [steps_taken(optimizer) for _, optimizer in trained]
     taken = 0
     for minibatch in minibatches(experience, config, shuffle):
@@ -227,7 +228,11 @@ def minibatches(
 def backward(
     models: Models, minibatch: Experience, config: PPOConfig, kl_coef: float, metrics: Metrics
 ) -> float:
-    """Gradients of a minibatch, the same however it is cut; returns how far the policy has moved (k3, nats a token)."""
+    """Gradients of a minibatch, the same however it is cut.
+
+    Returns:
+        How far the policy has moved from the one that sampled: k3, nats a token.
+    """
     tokens = minibatch.mask.sum().clamp(min=1)
     moved = torch.zeros((), device=tokens.device)
     for rows in micro_batches(minibatch.lengths.tolist(), config.micro_batch_tokens):
@@ -350,7 +355,7 @@ def peak_memory() -> float:
 def line(row: dict[str, float]) -> str:
     """What the progress line says of an update."""
     return (
-        f"score {row['objective/scores']:+.2f}, KL {row['objective/kl']:.1f} nats, "
+        f"score {row['objective/scores']:+.2f}, KL {round(row['objective/kl'], 1) + 0:.1f} nats, "
         f"{row['response/length']:.0f} tokens, {row['time/tokens_per_second']:.0f} tokens/s"
     )
 

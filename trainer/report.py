@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -81,9 +82,14 @@ def draw(rows: Rows, earlier: dict[str, Rows], path: Path) -> None:
     pyplot.close(figure)
 
 
+def column(rows: Rows, name: str) -> list[float]:
+    """A metric of all rows; what was the mean of nothing is a gap."""
+    return [math.nan if row[name] is None else row[name] for row in rows]
+
+
 def curve(panel: Axes, rows: Rows, title: str, name: str) -> None:
     """One metric over the steps, and its mean over a twentieth of them."""
-    steps, values = [row["step"] for row in rows], [row[name] for row in rows]
+    steps, values = column(rows, "step"), column(rows, name)
     window = max(len(values) // 20, 1)
     means = [
         sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))
@@ -96,9 +102,9 @@ def curve(panel: Axes, rows: Rows, title: str, name: str) -> None:
 def frontier(panel: Axes, rows: Rows) -> None:
     """What each nat of KL has bought."""
     points = panel.scatter(
-        [row["objective/kl"] for row in rows],
-        [row["objective/scores"] for row in rows],
-        c=[row["step"] for row in rows],
+        column(rows, "objective/kl"),
+        column(rows, "objective/scores"),
+        c=column(rows, "step"),
         cmap="viridis",
         s=18,
     )
@@ -150,4 +156,5 @@ def html(
 
 def response(sample: dict[str, Any]) -> str:
     """A cell with a response, its score and its KL."""
-    return f"<td>{escape(sample['text'])}<small>score {sample['score']:+.2f}, KL {sample['kl']:.1f} nats</small>"
+    known = f"score {sample['score']:+.2f}, KL {round(sample['kl'], 1) + 0:.1f} nats"
+    return f"<td>{escape(sample['text'])}<small>{known}</small>"

@@ -1,4 +1,4 @@
-"""The reward model: a body with a scalar head learns which of two texts people prefer (Bradley-Terry).
+"""The reward model: a body with a scalar head learns which of two texts people prefer.
 
     python -m trainer reward --run_dir runs/reward --model runs/sft/model --train pairs.jsonl
     --heldout pairs2.jsonl
@@ -13,6 +13,7 @@ Source: Bradley and Terry 1952; Ouyang et al. 2022, equation 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from .optimise import adamw, clipped_step, pick_device, schedule
 
 
 def run(config: RewardConfig, overwrite: bool = False) -> dict[str, float]:
-    """Trains, writes the reward model to `run_dir/model`, and returns its accuracy on held-out pairs."""
+    """Trains, writes the model to `run_dir/model`, and returns its accuracy on held-out pairs."""
     config.check()
     tokenizer, scorer = load_tokenizer(config.model), new_scorer(config.model)
     room = scorer.context_tokens
@@ -44,7 +45,7 @@ def run(config: RewardConfig, overwrite: bool = False) -> dict[str, float]:
     batches = length_batches(
         [max(map(len, pair)) for pair in train], config.pairs_per_step, config.seed
     )
-    with RunLog(run_dir, "reward", config.steps, config.tensorboard) as log:
+    with closing(RunLog(run_dir, "reward", config.steps, config.tensorboard)) as log:
         for step, rows in zip(range(1, config.steps + 1), batches, strict=False):
             schedule(optimizer, config, step)
             metrics = Metrics()

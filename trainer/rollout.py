@@ -1,4 +1,4 @@
-"""Sampling: token ids in, token ids out, with the log-prob of each chosen token taken as it is chosen.
+"""Sampling: token ids in, token ids out; each token's log-prob is taken as it is chosen.
 
 A row that has finished leaves the batch and its cache, so the work shrinks with the rows that are
 left.

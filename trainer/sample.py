@@ -62,19 +62,18 @@ def respond(
         config.micro_batch_tokens,
     ).where(rollouts.mask, 0.0)  # (B, T - 1)
     scores, _ = score(rewards, rollouts, config.missing_eos_penalty)  # (B,)
+    kl = (rollouts.logprobs - ref_logprobs).sum(1)  # (B,)
     responses = rollouts.responses()
-    return [
-        Sample(prompt, text, *numbers, ids)
-        for prompt, text, *numbers, ids in zip(
-            tokenizer.batch_decode([prompt.ids for prompt in prompts], skip_special_tokens=True),
-            tokenizer.batch_decode(responses, skip_special_tokens=True),
-            scores.tolist(),
-            (rollouts.logprobs - ref_logprobs).sum(1).tolist(),
-            ref_logprobs.sum(1).tolist(),
-            responses,
-            strict=True,
-        )
-    ]
+    columns = {
+        "prompt": tokenizer.batch_decode([p.ids for p in prompts], skip_special_tokens=True),
+        "text": tokenizer.batch_decode(responses, skip_special_tokens=True),
+        "score": scores.tolist(),
+        "kl": kl.tolist(),
+        "ref_logprob": ref_logprobs.sum(1).tolist(),
+        "ids": responses,
+    }
+    rows = zip(*columns.values(), strict=True)
+    return [Sample(**dict(zip(columns, row, strict=True))) for row in rows]
 
 
 def pairs(before: Sequence[Sample], after: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -92,16 +91,14 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(heading)
     for row in rows:
         before, after = row["before"], row["after"]
-        cells = [
-            f"{side['text']}\n[score {side['score']:+.2f}, KL {side['kl']:.1f}]"
-            for side in (before, after)
-        ]
-        table.add_row(*(Text(cell) for cell in (before["prompt"], *cells)))
+        old = f"{before['text']}\n[score {before['score']:+.2f}]"
+        new = f"{after['text']}\n[score {after['score']:+.2f}, KL {after['kl']:.1f} nats]"
+        table.add_row(*(Text(cell) for cell in (before["prompt"], old, new)))
     console.print(table)
 
 
 def run(run_dir: str, prompt: str) -> None:
-    """Prints what the policy of a run answers to a prompt, and what the model it started from answers."""
+    """Prints what a run's policy answers to a prompt, beside what it answered before the run."""
     config = read_config(run_dir)
     tokenizer, device = load_tokenizer(f"{run_dir}/policy"), pick_device()
     policy = load_policy(f"{run_dir}/policy").to(device)

@@ -1,4 +1,4 @@
-"""The score of a response: a weighted sum of reward models and functions, each part kept apart for the log."""
+"""The score of a response: a weighted sum of reward models and functions, each kept apart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .config import UserError, require
-from .data import pad
+from .data import end_token, pad
 from .models import Scorer, forward_all, load_scorer, load_tokenizer
 from .rollout import Rollouts
 
@@ -67,7 +67,7 @@ def load_rewards(
             model = load_scorer(source).requires_grad_(False).to(device)
             same = load_tokenizer(source).get_vocab() == tokenizer.get_vocab()
             require(same, f"the reward model in {source} has another vocabulary than the policy")
-            rule = _from_model(model, tokenizer.eos_token_id, micro_batch_tokens)
+            rule = _from_model(model, end_token(tokenizer), micro_batch_tokens)
             parts.append(RewardPart(Path(source).name, weight, rule, model))
     names = [part.name for part in parts]
     require(len(set(names)) == len(names), f"two rewards have one name: {', '.join(names)}")
@@ -76,7 +76,7 @@ def load_rewards(
 
 def _from_model(scorer: Scorer, eos: int, micro_batch_tokens: int) -> Callable[[Rollouts], Tensor]:
     def part(rollouts: Rollouts) -> Tensor:
-        """The score at the last token; a truncated text gets the end that the model was trained with."""
+        """The score at the last token; a truncated text gets the end that training had."""
         rows = zip(
             rollouts.ids.tolist(),
             rollouts.lengths.tolist(),
@@ -131,6 +131,6 @@ def load_function(source: str) -> RewardFunction:
             module = importlib.import_module(where)
     except (FileNotFoundError, ModuleNotFoundError) as error:
         raise UserError(f"the reward function {source} cannot be imported: {error}") from None
-    function = getattr(module, name, None)
+    function: Any = getattr(module, name, None)
     require(callable(function), f"the reward function {source}: {where} has no function {name!r}")
     return function

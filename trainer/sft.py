@@ -9,6 +9,7 @@ loop; rows and batches are in data.py, models in models.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def run(config: SFTConfig, overwrite: bool = False) -> dict[str, float]:
     policy = policy.to(device).eval()
     optimizer = adamw(policy, config.learning_rate, config.weight_decay)
     batches = length_batches([len(x.ids) for x in train], config.sequences_per_step, config.seed)
-    with RunLog(run_dir, "sft", config.steps, config.tensorboard) as log:
+    with closing(RunLog(run_dir, "sft", config.steps, config.tensorboard)) as log:
         for step, rows in zip(range(1, config.steps + 1), batches, strict=False):
             schedule(optimizer, config, step)
             metrics = Metrics()

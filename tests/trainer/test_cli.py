@@ -1,0 +1,272 @@
+"""What a user types, and what a user is told: exit code 2 and one sentence for a mistake."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainer import __main__ as cli
+from trainer import check, ppo
+from trainer.config import CheckFailed, PPOConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def flags(ppo_config: PPOConfig) -> list[str]:
+    """A PPO run on the command line."""
+    given = {
+        name: getattr(ppo_config, name)
+        for name in ("run_dir", "model", "train", "critic", "prompt_tokens", "updates")
+    }
+    given |= {
+        "episodes_per_update": 8,
+        "max_new_tokens": 12,
+        "rewards": json.dumps(ppo_config.rewards),
+    }
+    return [f"--{name}={value}" for name, value in given.items()]
+
+
+def refused(
+    argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str], code: int = 2
+) -> None:
+    capsys.readouterr()
+    assert cli.main(argv) == code
+    error = capsys.readouterr().err
+    assert re.search(sentence, error), error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def test_a_run_from_the_command_line(flags: list[str], ppo_config: PPOConfig) -> None:
+    assert cli.main(["ppo", *flags]) == 0
+    run_dir = Path(ppo_config.run_dir)
+    names = {path.name for path in run_dir.iterdir()}
+    assert names == {
+        "policy",
+        "critic",
+        "config.yaml",
+        "metrics.jsonl",
+        "samples.json",
+        "summary.json",
+    }
+    policy = {path.name for path in (run_dir / "policy").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= policy
+    assert not [path for path in run_dir.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
+
+
+def test_a_run_is_not_overwritten_unless_asked_for_by_name(
+    flags: list[str], ppo_config: PPOConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["ppo", *flags]) == 0
+    metrics = Path(ppo_config.run_dir, "metrics.jsonl")
+    before = metrics.read_bytes()
+    refused(["ppo", *flags], "holds a run already.*--overwrite", capsys)
+    assert metrics.read_bytes() == before
+    assert cli.main(["ppo", *flags, "--overwrite", "--seed=1"]) == 0
+    assert len(metrics.read_bytes().splitlines()) == len(before.splitlines())
+    assert metrics.read_bytes() != before
+
+
+def test_a_file_and_options_that_win(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("temperature: 0.5\nkl_coef: 0.7\n")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["ppo", f"--config={path}", "--kl_coef=0.3", *flags, "--print_config"])
+    assert stop.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["temperature"], printed["kl_coef"]) == (0.5, 0.3)
+
+
+def test_the_config_that_a_run_writes_runs_again(
+    flags: list[str], ppo_config: PPOConfig, tmp_path: Path
+) -> None:
+    assert cli.main(["ppo", *flags]) == 0
+    written = f"{ppo_config.run_dir}/config.yaml"
+    assert cli.main(["ppo", f"--config={written}", f"--run_dir={tmp_path}/again"]) == 0
+    weights = [
+        Path(d, "policy/model.safetensors") for d in (ppo_config.run_dir, tmp_path / "again")
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo", "demo"])
+def test_help_explains_every_option(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([stage, "--help"])
+    assert stop.value.code == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"--(sft\.)?seed (SFT\.)?SEED", words, re.I)
+    undocumented = re.findall(r"--([\w.]+) [A-Z_]+ \(type", words)
+    assert undocumented == []
+
+
+@pytest.mark.parametrize("command", ["sft", "reward", "ppo"])
+def test_dry_run_trains_nothing(
+    command: str,
+    flags: list[str],
+    text: Path,
+    trained: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = [f"--train={text}/train.jsonl", f"--heldout={text}/heldout.jsonl"]
+    argv = {
+        "sft": [f"--run_dir={tmp_path}/x", *data, "--max_tokens=32"],
+        "reward": [f"--run_dir={tmp_path}/x", f"--model={trained['model']}", *data],
+        "ppo": [*flags, "--ppo_epochs=3", "--minibatches=2", "--micro_batch_tokens=40"],
+    }[command]
+    assert cli.main([command, *argv, "--dry_run"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"memory │ about \d+ MiB", printed)
+    assert not list(tmp_path.iterdir())
+    if command == "ppo":
+        assert "3 epochs x 2 = 6" in printed
+        assert "12 in 2 updates" in printed
+        assert "2 of 4 episodes" in printed
+        # prompts of 3 tokens and 12 new ones: 15 each, 2 in 40
+        assert "micro-batches a minibatch │ at most 2" in printed
+        assert "at most 120, 96 new" in printed
+
+
+def test_dry_run_of_the_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["demo", f"--run_dir={tmp_path}/demo", "--dry_run"]) == 0
+    assert capsys.readouterr().out.count("optimiser steps") == 4
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ([], "sft,reward,ppo,demo,sample"),
+        (["nothing"], "nothing"),
+        (["ppo", "--no_such_option=1"], "no_such_option"),
+        (["ppo", "--updates=many"], "updates"),
+        (["ppo", "--truncation=sometimes"], "truncation"),
+        (["ppo", "--config=/no/such/file.yaml"], "/no/such/file.yaml"),
+        (["ppo"], "run_dir is missing"),
+        (["demo", "--text=mine.txt"], "--text needs --reward"),
+        (["demo", "--ppo.kl_controller=adaptive", "--ppo.kl_target_per_token=0"], "KL target"),
+        (["demo", "--sft.no_such_option=1"], "no_such_option"),
+        (["sample", "/no/such/run", "--prompt=x"], "is not the folder of a PPO run"),
+        (["report", "/no/such/run"], "is not the folder of a run"),
+    ],
+)
+def test_mistakes(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(argv, sentence, capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--kl_controller=adaptive", "--kl_target_per_sequence=0"], "KL target must be positive"),
+        (
+            ["--kl_controller=adaptive", "--kl_target_per_token=1", "--kl_horizon_episodes=0"],
+            "kl_horizon_episodes must be positive",
+        ),
+        (["--max_new_tokens=47"], "too many for a context of 48 tokens"),
+        (["--prompt_tokens=null"], "line 1: needs the keys 'prompt'"),
+        (["--train=/no/such/file.jsonl"], "/no/such/file.jsonl is not a file"),
+        (["--model=/no/such/model"], "/no/such/model is not the folder of a model"),
+        (['--rewards={"no_such_module:f": 1}'], "no_such_module:f cannot be imported"),
+    ],
+)
+def test_T12_mistakes_in_a_run(
+    flags: list[str],
+    ppo_config: PPOConfig,
+    argv: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    refused(["ppo", *flags, *argv], sentence, capsys)
+    assert not Path(ppo_config.run_dir).exists()
+
+
+def test_a_policy_is_no_reward_model(
+    flags: list[str], ppo_config: PPOConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*flags, "--critic=", f"--rewards={json.dumps({ppo_config.model: 1})}"]
+    refused(["ppo", *argv], "has no trained reward head", capsys)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "temperatur: 0.5",
+        "rewards: !!python/object/apply:os.system ['touch {}']",
+        "kl_coef: {{class_path: os.system, init_args: {{command: 'touch {}'}}}}",
+    ],
+)
+def test_a_config_can_only_set_options(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(content.format(tmp_path / "touched"))
+    refused(["ppo", f"--config={path}"], "", capsys)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_failed_self_check_stops_the_run(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise CheckFailed("sampling and training disagree")
+
+    monkeypatch.setattr(ppo, "check_paths", fail)
+    assert check.check_paths is not fail
+    refused(["ppo", *flags], "sampling and training disagree", capsys, code=1)
+
+
+def test_the_program_waits_without_spinning() -> None:
+    """OpenMP reads its policy when torch is loaded: it has to be set before."""
+    code = (
+        "import os, sys, trainer.__main__;"
+        "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules, trainer.__main__.BEGIN_AGAIN)"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["passive", "False", "False"]
+
+
+def test_a_program_that_has_loaded_torch_begins_again(tmp_path: Path) -> None:
+    """As the installed command does, which loads torch with its package."""
+    program = tmp_path / "ppokern"
+    program.write_text(
+        "import os, sys, torch\n"
+        "print('begun', os.environ.get('OMP_WAIT_POLICY'), flush=True)\n"
+        "from trainer.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    env["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, str(program), "ppo"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout.splitlines() == ["begun None", "begun passive"]
+    assert done.stderr.startswith("error: run_dir is missing")
+
+
+def test_imports_inside_are_relative() -> None:
+    """So that the folder works under both of its names."""
+    for path in (ROOT / "trainer").glob("*.py"):
+        assert not re.search(r"^\s*(from|import) (ppokern\.)?trainer\b", path.read_text(), re.M), (
+            path
+        )
+
+
+def test_the_ops_do_not_know_the_trainer() -> None:
+    for path in (ROOT / "ppokern").rglob("*.py"):
+        found = re.search(r"^\s*(from|import) .*\b(trainer|transformers)\b", path.read_text(), re.M)
+        assert not found, path

@@ -1,0 +1,231 @@
+import hashlib
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import ppo, reward, sft
+from trainer.config import (
+    DemoConfig,
+    PPOConfig,
+    RewardConfig,
+    Scratch,
+    SFTConfig,
+    Stage,
+    UserError,
+)
+
+GOOD_PPO = PPOConfig(run_dir="r", model="m", train="t", rewards={"f.py:f": 1.0})
+GOOD_SFT = SFTConfig(run_dir="r", train="t", heldout="h")
+GOOD_REWARD = RewardConfig(run_dir="r", train="t", heldout="h", model="m")
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    (GOOD_PPO, {"run_dir": ""}, "run_dir is missing"),
+    (GOOD_PPO, {"train": ""}, "train is missing"),
+    (GOOD_PPO, {"model": ""}, "model is missing"),
+    (GOOD_PPO, {"rewards": {}}, "rewards is empty"),
+    (GOOD_PPO, {"updates": 0}, "updates must be positive"),
+    (GOOD_PPO, {"max_new_tokens": 0}, "max_new_tokens must be positive"),
+    (GOOD_PPO, {"temperature": 0.0}, "temperature must be positive"),
+    (GOOD_PPO, {"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
+    (GOOD_PPO, {"kl_coef": -0.1}, "kl_coef must not be negative"),
+    (GOOD_PPO, {"gamma": 1.1}, "gamma must be within"),
+    (GOOD_PPO, {"gae_lambda": -0.1}, "gae_lambda must be within"),
+    (GOOD_PPO, {"target_kl": 0.0}, "target_kl must be positive"),
+    (GOOD_PPO, {"prompt_tokens": 0}, "prompt_tokens must be positive"),
+    (GOOD_PPO, {"samples_per_prompt": 3}, "multiple of samples_per_prompt"),
+    (GOOD_PPO, {"minibatches": 65}, "minibatches is 65, more than episodes_per_update, 64"),
+    (GOOD_SFT, {"heldout": ""}, "heldout is missing"),
+    (GOOD_SFT, {"steps": 0}, "steps must be positive"),
+    (GOOD_SFT, {"max_tokens": 1}, "max_tokens must be at least 2"),
+    (GOOD_SFT, {"max_tokens": 65}, "more than scratch.context_tokens, 64"),
+    (GOOD_SFT, {"warmup_steps": -1}, "warmup_steps must not be negative"),
+    (GOOD_SFT, {"scratch": Scratch(width=30)}, "multiple of scratch.heads"),
+    (GOOD_SFT, {"scratch": Scratch(vocab_size=258)}, "at least 259"),
+    (GOOD_REWARD, {"model": ""}, "model is missing"),
+    (GOOD_REWARD, {"pairs_per_step": 0}, "pairs_per_step must be positive"),
+    (DemoConfig(), {"text": "mine.txt"}, "--text needs --reward"),
+    (DemoConfig(), {"evaluation_prompts": 0}, "evaluation_prompts must be positive"),
+    (DemoConfig(), {"ppo": PPOConfig(updates=0)}, "updates must be positive"),
+]
+
+
+@pytest.mark.parametrize(("good", "change", "sentence"), BAD)
+def test_values_out_of_range_are_refused(good: Any, change: dict[str, Any], sentence: str) -> None:
+    good.check()
+    with pytest.raises(UserError, match=sentence):
+        replace(good, **change).check()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"kl_target_per_sequence": 0.0}, "must be positive"),
+        ({"kl_target_per_token": 0.0}, "must be positive"),
+        ({"kl_target_per_sequence": 1.0, "kl_horizon_episodes": 0}, "kl_horizon_episodes must be"),
+        ({"kl_target_per_sequence": 1.0, "kl_target_per_token": 1.0}, "needs one target"),
+        ({}, "needs one target"),
+        ({"kl_target_per_token": 1.0, "kl_coef": 0.0}, "a kl_coef above 0"),
+        ({"kl_controller": "fixed", "kl_target_per_token": 1.0}, "no effect with a fixed"),
+    ],
+)
+def test_T12_kl_targets_that_lead_nowhere(change: dict[str, Any], sentence: str) -> None:
+    adaptive = replace(GOOD_PPO, kl_controller="adaptive")
+    replace(adaptive, kl_target_per_token=0.1).check()
+    with pytest.raises(UserError, match=sentence):
+        replace(adaptive, **change).check()
+
+
+# Every option: what else must be set for it to matter, and its change.
+Change = tuple[dict[str, Any], dict[str, Any]]
+COMMON: dict[str, Change] = {
+    "seed": ({}, {"seed": 1}),
+    "micro_batch_tokens": ({}, {"micro_batch_tokens": 20}),
+    "max_grad_norm": ({}, {"max_grad_norm": 1e-3}),
+    "tensorboard": ({}, {"tensorboard": True}),
+}
+SUPERVISED: dict[str, Change] = COMMON | {
+    "max_tokens": ({}, {"max_tokens": 11}),
+    "steps": ({}, {"steps": 4}),
+    "learning_rate": ({}, {"learning_rate": 1e-4}),
+    "warmup_steps": ({}, {"warmup_steps": 1}),
+    "weight_decay": ({}, {"weight_decay": 1.0}),
+}
+SFT: dict[str, Change] = SUPERVISED | {
+    "sequences_per_step": ({}, {"sequences_per_step": 4}),
+    "scratch": ({}, {"scratch": Scratch(width=32, layers=2, heads=2, vocab_size=280)}),
+}
+REWARD: dict[str, Change] = SUPERVISED | {"pairs_per_step": ({}, {"pairs_per_step": 4})}
+ADAPTIVE = {"kl_controller": "adaptive", "kl_horizon_episodes": 100, "updates": 3}
+PPO: dict[str, Change] = COMMON | {
+    "prompt_tokens": ({}, {"prompt_tokens": 3}),
+    "critic": ({}, {"critic": ""}),
+    "updates": ({}, {"updates": 1}),
+    "episodes_per_update": ({}, {"episodes_per_update": 4}),
+    "samples_per_prompt": ({}, {"samples_per_prompt": 2}),
+    "max_new_tokens": ({}, {"max_new_tokens": 5}),
+    "temperature": ({}, {"temperature": 0.7}),
+    "missing_eos_penalty": ({}, {"missing_eos_penalty": 1.0}),
+    "truncation": ({"truncation": "bootstrap"}, {"truncation": "drop"}),
+    "ppo_epochs": ({}, {"ppo_epochs": 1}),
+    "minibatches": ({}, {"minibatches": 1}),
+    "learning_rate": ({}, {"learning_rate": 1e-4}),
+    "critic_learning_rate": ({}, {"critic_learning_rate": 1e-4}),
+    "clip_range": ({}, {"clip_range": 0.01}),
+    "value_clip_range": ({}, {"value_clip_range": None}),
+    "gamma": ({}, {"gamma": 0.5}),
+    "gae_lambda": ({}, {"gae_lambda": 0.5}),
+    "entropy_coef": ({}, {"entropy_coef": 0.1}),
+    "target_kl": ({}, {"target_kl": 1e-6}),
+    "kl_coef": ({}, {"kl_coef": 0.5}),
+    "kl_in": ({"kl_in": "both"}, {"kl_in": "loss"}),
+    "kl_controller": ({}, {"kl_controller": "adaptive", "kl_target_per_token": 0.1}),
+    "kl_target_per_sequence": (
+        ADAPTIVE | {"kl_target_per_sequence": 99.0},
+        {"kl_target_per_sequence": 1e-3},
+    ),
+    "kl_target_per_token": (
+        ADAPTIVE | {"kl_target_per_token": 99.0},
+        {"kl_target_per_token": 1e-4},
+    ),
+    "kl_horizon_episodes": (
+        ADAPTIVE | {"kl_target_per_token": 0.1},
+        {"kl_horizon_episodes": 50},
+    ),
+    "check_every": ({}, {"check_every": 2}),
+    "sample_every": ({}, {"sample_every": 1}),
+}
+PATHS = {"run_dir", "model", "train", "heldout", "rewards"}  # no run without them
+
+
+def outcome(run: Any, config: Stage, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """All that can be seen of a run, but for times and memory."""
+    capsys.readouterr()
+    run(replace(config, run_dir=str(folder)))
+    seen = [line for line in capsys.readouterr().out.splitlines() if " s left" not in line]
+    for path in sorted(folder.rglob("*")):
+        if path.name == "metrics.jsonl":
+            parts = path.read_text().replace("\n", ", ").split(", ")
+            seen += [part for part in parts if "time/" not in part and "memory/" not in part]
+        elif path.suffix == ".safetensors":
+            seen.append(hashlib.sha256(path.read_bytes()).hexdigest())
+        elif path.name.startswith("events"):
+            seen.append("TensorBoard")
+    return "\n".join(seen)
+
+
+@pytest.fixture
+def bases(
+    ppo_config: PPOConfig, sft_config: SFTConfig, trained: dict[str, Any], text: Path
+) -> dict[str, Any]:
+    short = {"steps": 5, "learning_rate": 1e-3}
+    pairs = {key: str(text / f"{key}_pairs.jsonl") for key in ("train", "heldout")}
+    return {
+        "sft": (sft.run, replace(sft_config, **short)),
+        "reward": (
+            reward.run,
+            RewardConfig(model=trained["model"], max_tokens=32, **short, **pairs),
+        ),
+        "ppo": (ppo.run, ppo_config),
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "option"),
+    [
+        *(("sft", option) for option in SFT),
+        *(("reward", option) for option in REWARD),
+        *(("ppo", option) for option in PPO),
+    ],
+)
+def test_every_option_has_an_effect(
+    stage: str,
+    option: str,
+    bases: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, config = bases[stage]
+    base, change = {"sft": SFT, "reward": REWARD, "ppo": PPO}[stage][option]
+    config = replace(config, **base)
+    if option == "seed":  # the same again is the same, so that the test can fail
+        same = [outcome(run, config, tmp_path / name, capsys) for name in ("one", "two")]
+        assert same[0] == same[1]
+    before = outcome(run, config, tmp_path / "before", capsys)
+    assert before != outcome(run, replace(config, **change), tmp_path / "after", capsys)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"family": "llama"},
+        {"vocab_size": 270},
+        {"width": 8},
+        {"layers": 1},
+        {"heads": 1},
+        {"context_tokens": 32},
+    ],
+)
+def test_every_option_of_a_model_from_scratch_has_an_effect(
+    change: dict[str, Any], bases: dict[str, Any], tmp_path: Path
+) -> None:
+    run, config = bases["sft"]
+    assert {next(iter(change))} <= {item.name for item in fields(Scratch)}
+    run(replace(config, run_dir=str(tmp_path), scratch=replace(config.scratch, **change), steps=1))
+    made = json.loads((tmp_path / "model/config.json").read_text())
+    names = {
+        "family": ("model_type", "llama"),
+        "vocab_size": ("vocab_size", 270),
+        "width": ("n_embd", 8),
+        "layers": ("n_layer", 1),
+        "heads": ("n_head", 1),
+        "context_tokens": ("n_positions", 32),
+    }
+    name, value = names[next(iter(change))]
+    assert made[name] == value
+
+
+def test_no_option_is_left_out() -> None:
+    for config, tested in ((SFTConfig, SFT), (RewardConfig, REWARD), (PPOConfig, PPO)):
+        assert {item.name for item in fields(config)} - PATHS == set(tested)

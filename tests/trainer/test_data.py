@@ -1,0 +1,206 @@
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from trainer.config import UserError
+from trainer.data import (
+    Encoder,
+    length_batches,
+    micro_batches,
+    read_examples,
+    read_pairs,
+    read_prompts,
+    read_rows,
+    shuffled,
+    stop_ids,
+)
+
+TEMPLATE = (
+    "<s>{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WORDS = ["<pad>", "<s>", "</s>", "<user>", "<assistant>", "a", "b", "c", "\n", " ", "?"]
+
+
+@pytest.fixture
+def words() -> Any:
+    """Every character or tag a token, so that ids can be read off; begins each text with a BOS."""
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens(WORDS[:5])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def file(folder: Path, *rows: dict) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def tokens(ids: list[int]) -> str:
+    return "".join(WORDS[i] for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("row", "ids", "start"),
+    [
+        ({"text": "abc"}, "<s>abc</s>", 1),
+        ({"text": "<s>abc</s>"}, "<s>abc</s>", 1),
+        ({"prompt": "ab", "completion": "c"}, "<s>abc</s>", 3),
+        ({"prompt": "<s>ab", "completion": "<s>c</s>"}, "<s>abc</s>", 3),
+        ({"prompt": "", "completion": "c"}, "<s>c</s>", 1),
+        (
+            {
+                "prompt": [{"role": "user", "content": "a"}],
+                "completion": [{"role": "assistant", "content": "b"}],
+            },
+            "<s><user>a</s>\n<assistant>b</s>",
+            6,
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "completion": "b"},
+            "<s><user>a</s>\n<assistant>b</s>",
+            6,
+        ),
+        ({"text": [{"role": "user", "content": "a"}]}, "<s><user>a</s>", 1),
+    ],
+)
+def test_examples(words: Any, tmp_path: Path, row: dict, ids: str, start: int) -> None:
+    (example,) = read_examples(file(tmp_path, row), words, 99)
+    assert tokens(example.ids) == ids
+    assert example.start == start
+
+
+def test_never_a_second_bos_from_a_template(words: Any, tmp_path: Path) -> None:
+    words.chat_template = "<s>" + TEMPLATE
+    (prompt,) = read_prompts(
+        file(tmp_path, {"prompt": [{"role": "user", "content": "a"}]}), words, None, 99
+    )
+    assert tokens(prompt.ids) == "<s><user>a</s>\n<assistant>"
+
+
+def test_tokenizer_without_bos_gets_none(words: Any, tmp_path: Path) -> None:
+    words.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
+    examples = read_examples(file(tmp_path, {"text": "ab"}), words, 99)
+    assert tokens(examples[0].ids) == "ab</s>"
+    # an empty prompt still needs a token to predict from
+    prompts = read_prompts(file(tmp_path, {"prompt": ""}), words, None, 99)
+    assert tokens(prompts[0].ids) == "<s>"
+    words.bos_token = None
+    with pytest.raises(UserError, match="prompt is empty"):
+        read_prompts(file(tmp_path, {"prompt": ""}), words, None, 99)
+
+
+def test_pairs(words: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "cc"}]
+    (pair,) = read_pairs(file(tmp_path, *rows), words, 99)
+    assert (tokens(pair.chosen), tokens(pair.rejected)) == ("<s>ab</s>", "<s>acc</s>")
+
+
+def test_prompts_keep_other_columns(words: Any, tmp_path: Path) -> None:
+    (prompt,) = read_prompts(file(tmp_path, {"prompt": "ab", "stars": 5}), words, None, 99)
+    assert (tokens(prompt.ids), prompt.value, prompt.columns) == ("<s>ab", "ab", {"stars": 5})
+
+
+def test_prompt_tokens_do_not_count_the_bos(words: Any, tmp_path: Path) -> None:
+    (prompt,) = read_prompts(file(tmp_path, {"text": "abc", "stars": 5}), words, 2, 99)
+    assert (tokens(prompt.ids), prompt.value, prompt.columns) == ("<s>ab", "ab", {"stars": 5})
+
+
+def test_template_that_rewrites_the_prompt_is_refused(words: Any, tmp_path: Path) -> None:
+    words.chat_template = (
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    row = {"prompt": [{"role": "user", "content": "a"}], "completion": "b"}
+    with pytest.raises(UserError, match="chat template does not put the answer behind"):
+        read_examples(file(tmp_path, row), words, 99)
+
+
+def test_messages_need_a_template(words: Any, tmp_path: Path) -> None:
+    words.chat_template = None
+    with pytest.raises(UserError, match="chat template"):
+        read_examples(file(tmp_path, {"text": [{"role": "user", "content": "a"}]}), words, 99)
+
+
+def test_long_rows_are_left_out_and_counted(
+    words: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = file(tmp_path, {"text": "a" * 8}, {"text": "a" * 9})
+    assert len(read_examples(path, words, 10)) == 1
+    assert "1 of 2 rows left out, longer than 10 tokens" in capsys.readouterr().out
+    with pytest.raises(UserError, match="every row has more than 9 tokens"):
+        read_examples(path, words, 9)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "is empty"),
+        ("\n", "is empty"),
+        ("{", "line 1: not JSON"),
+        ('{"text": "a"}\n{"txt": "b"}', r"line 2: needs the keys 'prompt' or 'text', got the keys"),
+        ("[1]", "line 1: needs the keys"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: str, sentence: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError, match=sentence):
+        read_rows(str(path), "prompt", "text")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a file"):
+        read_rows(str(tmp_path / "none.jsonl"), "text")
+
+
+def test_T2_several_stop_ids(words: Any) -> None:
+    generation = SimpleNamespace(eos_token_id=[7, 2])
+    assert stop_ids(words, generation) == [2, 7]
+    assert stop_ids(words) == [2]
+
+
+def test_an_epoch_is_a_permutation() -> None:
+    order = shuffled(10, seed=3)
+    first, second = ([next(order) for _ in range(10)] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert first == [row for row, _ in zip(shuffled(10, seed=3), range(10), strict=False)]
+
+
+def test_length_batches_are_alike_in_length() -> None:
+    lengths = [1 + (i * 7) % 30 for i in range(640)]
+    batches = [batch for batch, _ in zip(length_batches(lengths, 10, 0), range(64), strict=False)]
+    assert sorted(row for batch in batches for row in batch) == list(range(640))
+    spread = [max(lengths[r] for r in b) - min(lengths[r] for r in b) for b in batches]
+    assert max(spread) <= 2
+    firsts = [lengths[batch[0]] for batch in batches]
+    assert firsts != sorted(firsts)
+
+
+def test_micro_batches_hold_their_tokens_with_padding() -> None:
+    lengths = [5, 1, 9, 3, 3, 20]
+    batches = micro_batches(lengths, max_tokens=10)
+    assert sorted(row for batch in batches for row in batch) == list(range(6))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= 10
+
+
+def test_one_call_to_the_tokenizer_gives_what_single_calls_give(tokenizer: Any) -> None:
+    texts = ["the film is good", "", " spaces ", "é ☃"]
+    encode = Encoder(tokenizer, [{"text": text} for text in texts], "text")
+    assert [encode.start(text) for text in texts] == [tokenizer(text).input_ids for text in texts]

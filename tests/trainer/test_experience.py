@@ -1,0 +1,194 @@
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_rollouts
+from torch import Tensor
+
+from trainer.check import check_sums
+from trainer.config import PPOConfig, UserError
+from trainer.data import Prompt
+from trainer.experience import Experience, make_experience
+from trainer.rollout import Rollouts
+from trainer.scoring import RewardPart, load_function, load_rewards, score
+
+CONFIG = PPOConfig(gamma=1.0, gae_lambda=0.5, temperature=0.7)
+REF = {7: -1.5, 8: -0.5, 9: -2.0}  # log-probs of the reference by token
+
+
+def reference(ids: Tensor, temperature: float) -> Tensor:
+    """Stands for a model; nothing but the tokens that are chosen decides."""
+    assert temperature == CONFIG.temperature  # T3
+    return torch.tensor([[REF.get(i, 99.0) for i in row[1:]] for row in ids.tolist()])
+
+
+def critic(ids: Tensor) -> Tensor:
+    """The value of a state is a tenth of the token that ends it."""
+    return ids / 10
+
+
+def experience(
+    rollouts: Rollouts, scores: list[float], kl_coef: float = 0.1, **options: Any
+) -> Experience:
+    given: Any = (reference, critic)
+    return make_experience(
+        rollouts, torch.tensor(scores), *given, replace(CONFIG, **options), kl_coef
+    )
+
+
+def test_T1_values_are_read_at_the_token_before_the_action() -> None:
+    """Prompt [5], response [7, 8, 9]: V(s_t) = .5, .7, .8 and the value behind 9 is not used."""
+    x = experience(make_rollouts([[5, 7, 8, 9]], [1], [True]), [2.0])
+    torch.testing.assert_close(x.values, torch.tensor([[0.5, 0.7, 0.8]]))
+    # KL per token: -1 - ref = .5, -.5, 1; rewards -.1 * KL, and the score on the last
+    torch.testing.assert_close(x.kl, torch.tensor([[0.5, -0.5, 1.0]]))
+    torch.testing.assert_close(x.rewards, torch.tensor([[-0.05, 0.05, 1.9]]))
+    # deltas: -.05 + .7 - .5 = .15; .05 + .8 - .7 = .15; 1.9 + 0 - .8 = 1.1
+    # A_3 = 1.1; A_2 = .15 + .5 * 1.1 = .7; A_1 = .15 + .5 * .7 = .5
+    torch.testing.assert_close(x.returns - x.values, torch.tensor([[0.5, 0.7, 1.1]]))
+    # the critic's targets come from these; what the policy sees is whitened
+    raw = torch.tensor([0.5, 0.7, 1.1])
+    torch.testing.assert_close(x.advantages[0], (raw - raw.mean()) / (raw.var() + 1e-8).sqrt())
+
+
+def test_T1_with_a_longer_prompt_and_padding() -> None:
+    """The same response behind [1, 1, 5], beside a longer row: the same numbers three places on."""
+    rows = [[1, 1, 5, 7, 8, 9], [5, *[7] * 9]]
+    x = experience(make_rollouts(rows, [3, 1], [True, True], width=12), [2.0, 0.0])
+    torch.testing.assert_close((x.returns - x.values)[0, 2:5], torch.tensor([0.5, 0.7, 1.1]))
+    assert (x.advantages[0, :2] == 0).all()
+    assert (x.advantages[0, 5:] == 0).all()
+
+
+def test_A6_the_score_lands_once_on_the_end_token() -> None:
+    x = experience(make_rollouts([[5, 7, 8, 9]], [1], [True], width=6), [3.0])
+    assert x.rewards.shape == (1, 5)
+    torch.testing.assert_close(x.rewards[0], torch.tensor([-0.05, 0.05, 2.9, 0.0, 0.0]))
+    torch.testing.assert_close(x.rewards.sum(), 3.0 - 0.1 * x.kl.sum())
+
+
+def test_terminal_truncation_ends_there() -> None:
+    x = experience(make_rollouts([[5, 7]], [1], [False]), [2.0], truncation="terminal")
+    torch.testing.assert_close(x.returns, torch.tensor([[1.95]]))  # 2 - .1 * .5
+
+
+def test_bootstrap_truncation_goes_on_with_the_value_behind_the_last_token() -> None:
+    rollouts = make_rollouts([[5, 7], [5, 8, 7], [5, 7]], [1, 1, 1], [False, False, True])
+    x = experience(rollouts, [2.0, 2.0, 2.0], truncation="bootstrap")
+    last = torch.stack([x.returns[0, 0], x.returns[1, 1], x.returns[2, 0]])
+    torch.testing.assert_close(last, torch.tensor([1.95 + 0.7, 1.95 + 0.7, 1.95]))
+
+
+def test_dropped_truncation_learns_nothing_from_the_row() -> None:
+    rollouts = make_rollouts([[5, 7], [5, 8, 9]], [1, 1], [False, True])
+    x = experience(rollouts, [2.0, 1.0], truncation="drop")
+    assert not x.mask[0].any()
+    assert (x.rewards[0] == 0).all()
+    alone = experience(make_rollouts([[5, 8, 9]], [1], [True]), [1.0])
+    torch.testing.assert_close(x.advantages[1:], alone.advantages)
+    check_sums(rollouts, x, 0.1)
+
+
+def test_rows_are_cut_to_the_longest() -> None:
+    x = experience(
+        make_rollouts([[5, 7], [5, 8, 9], [5, 7, 7, 9]], [1, 1, 1], [True] * 3), [0.0] * 3
+    )
+    part = x.rows([1, 0])
+    assert part.ids.tolist() == [[5, 8, 9], [5, 7, 0]]
+    assert part.mask.tolist() == [[True, True], [True, False]]
+    torch.testing.assert_close(part.returns, x.returns[[1, 0], :2])
+    assert part.scores.shape == (2,)
+
+
+def constant(value: float) -> Any:
+    return lambda rollouts: torch.full((len(rollouts.prompts),), value)
+
+
+def test_a_score_is_a_weighted_sum_less_the_penalty() -> None:
+    rollouts = make_rollouts([[5, 7], [5, 9]], [1, 1], [False, True])
+    parts = [RewardPart("a", 2.0, constant(3.0)), RewardPart("b", -0.5, constant(4.0))]
+    total, each = score(parts, rollouts, missing_eos_penalty=1.5)
+    assert total.tolist() == [2.5, 4.0]
+    assert {name: part.tolist() for name, part in each.items()} == {"a": [3.0] * 2, "b": [4.0] * 2}
+
+
+def test_a_reward_model_reads_the_end_token(trained: dict, tokenizer: Any) -> None:
+    """A truncated response gets the end token that training had; padding is not read."""
+    rewards = {trained["reward_model"]: 1.0}
+    (part,) = load_rewards(rewards, tokenizer, torch.device("cpu"), 1024)
+    ids = tokenizer("the film is good").input_ids
+    ended = make_rollouts([[*ids, 2]], [2], [True])
+    cut = make_rollouts([ids, ids * 2], [2, 2], [False, False])
+    torch.testing.assert_close(part.score(ended)[0], part.score(cut)[0])
+    assert part.model is not None
+    whole = part.model(torch.tensor([[*ids, 2]]))
+    torch.testing.assert_close(part.score(ended)[0], whole[0, -1])
+
+
+def test_a_reward_function_gets_texts_and_columns(tokenizer: Any, tmp_path: Any) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import json, pathlib\n"
+        "def f(prompts, completions, **columns):\n"
+        "    seen = json.dumps([prompts, completions, columns])\n"
+        "    pathlib.Path(__file__).with_suffix('.json').write_text(seen)\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    (part,) = load_rewards({f"{path}:f": 1.0}, tokenizer, torch.device("cpu"), 64)
+    start, end = (
+        tokenizer("the film").input_ids,
+        tokenizer(" is", add_special_tokens=False).input_ids,
+    )
+    rollouts = make_rollouts([[*start, *end, 2], [*start, 2]], [len(start)] * 2, [True, True])
+    rollouts.prompts = [Prompt(start, "the film", {"stars": 5}), Prompt(start, "x", {"year": 1})]
+    assert part.name == "f"
+    assert part.score(rollouts).tolist() == [3.0, 0.0]
+    columns = {"stars": [5, None], "year": [None, 1]}
+    seen = json.loads((tmp_path / "mine.json").read_text())
+    assert seen == [["the film", "x"], [" is", ""], columns]
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("return 1.0", "must return a list of 1 numbers"),
+        ("return [1.0, 2.0]", "must return a list of 1 numbers"),
+        ("return [float('nan')]", "not finite"),
+    ],
+)
+def test_a_reward_function_that_misbehaves(
+    tokenizer: Any, tmp_path: Any, body: str, sentence: str
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(f"def f(prompts, completions):\n    {body}\n")
+    (part,) = load_rewards({f"{path}:f": 1.0}, tokenizer, torch.device("cpu"), 64)
+    with pytest.raises(UserError, match=sentence):
+        part.score(make_rollouts([[5, 7]], [1], [True]))
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("no_such_module:f", "cannot be imported"),
+        ("no_such_file.py:f", "cannot be imported"),
+        ("math:no_such_name", "has no function 'no_such_name'"),
+        ("math:pi", "has no function 'pi'"),
+    ],
+)
+def test_a_reward_function_that_is_not_there(source: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        load_function(source)
+
+
+def test_two_rewards_of_one_name_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(UserError, match="two rewards have one name"):
+        load_rewards({"math:sqrt": 1.0, "cmath:sqrt": 1.0}, tokenizer, torch.device("cpu"), 64)
+
+
+def test_a_reward_model_with_another_vocabulary_is_refused(trained: dict, tokenizer: Any) -> None:
+    tokenizer = type(tokenizer).from_pretrained(trained["model"])
+    tokenizer.add_tokens(["unheard of"])
+    with pytest.raises(UserError, match="another vocabulary"):
+        load_rewards({trained["reward_model"]: 1.0}, tokenizer, torch.device("cpu"), 64)

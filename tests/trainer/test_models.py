@@ -1,0 +1,186 @@
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import TINY
+from torch import nn
+
+from trainer import check
+from trainer.config import CheckFailed, UserError
+from trainer.data import pad
+from trainer.models import (
+    Policy,
+    Scorer,
+    dropout_of,
+    forward_all,
+    load_policy,
+    load_scorer,
+    load_tokenizer,
+    new_policy,
+    new_scorer,
+    without_dropout,
+)
+
+ROWS = [[1, 20, 30, 40, 50], [1, 99], [1, 7, 8, 9, 10, 11, 12, 13, 14], [1, 30, 20]]
+
+
+def test_T4_a_row_alone_and_padded_has_the_same_logprobs(policy: Policy) -> None:
+    with torch.no_grad():
+        together = policy(pad(ROWS, fill=0))
+        for row, logprobs in zip(ROWS, together, strict=True):
+            torch.testing.assert_close(
+                logprobs[: len(row) - 1], policy(torch.tensor([row]))[0], atol=1e-5, rtol=0
+            )
+
+
+def test_logprobs_are_those_of_transformers(policy: Policy) -> None:
+    ids = torch.tensor(ROWS[2:3])
+    with torch.no_grad():
+        theirs = policy.lm(input_ids=ids).logits.log_softmax(-1)[:, :-1]
+        theirs = theirs.gather(-1, ids[:, 1:, None]).squeeze(-1)
+        torch.testing.assert_close(policy(ids), theirs, atol=1e-5, rtol=0)
+
+
+def test_a_mask_leaves_out(policy: Policy) -> None:
+    ids = torch.tensor(ROWS[:1])
+    mask = torch.tensor([[True, False, True, False]])
+    with torch.no_grad():
+        torch.testing.assert_close(policy(ids, mask), policy(ids) * mask)
+
+
+def test_forward_all_restores_the_order(policy: Policy) -> None:
+    lengths = torch.tensor([len(row) for row in ROWS])
+    ids = pad(ROWS, fill=0)
+    out = forward_all(policy, ids, lengths, micro_batch_tokens=10)
+    with torch.no_grad():
+        whole = policy(ids)
+    for row, length in enumerate(lengths.tolist()):
+        torch.testing.assert_close(out[row, : length - 1], whole[row, : length - 1])
+    assert out.shape == whole.shape
+    assert not out.is_inference()
+
+
+@pytest.fixture
+def with_dropout(untrained: str, tmp_path: Path) -> str:
+    folder = shutil.copytree(untrained, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+    (folder / "config.json").write_text(json.dumps(config | rates))
+    return str(folder)
+
+
+@pytest.mark.parametrize("load", [load_policy, new_scorer])
+def test_T5_dropout_in_a_config_is_off(with_dropout: str, load: Callable[[str], nn.Module]) -> None:
+    module = load(with_dropout)
+    assert dropout_of(module) == []
+    module.train()  # gradient checkpointing needs this mode; nothing may be dropped in it either
+    ids = torch.tensor(ROWS[:1])
+    assert torch.equal(module(ids), module(ids))
+
+
+def test_T5_dropout_is_checked(policy: Policy) -> None:
+    policy.lm.base_model.late = nn.Dropout(0.1)
+    with pytest.raises(CheckFailed, match=r"dropout is on in Policy: .*late"):
+        check.check_frozen([policy], [])
+
+
+def test_T5_a_rate_that_attention_reads_is_seen(untrained: str) -> None:
+    policy = load_policy(untrained)
+    policy.lm.base_model.h[0].attn.attention_dropout = 0.1
+    assert dropout_of(policy) == ["lm.transformer.h.0.attn.attention_dropout"]
+
+
+def test_T16_each_model_has_a_config_of_its_own(untrained: str) -> None:
+    tokenizer = load_tokenizer(untrained)
+    config = load_policy(untrained).lm.config
+    copied = without_dropout(config)
+    copied.n_head = 99
+    assert config.n_head == TINY.heads
+    first, second = new_policy(TINY, tokenizer), new_policy(TINY, tokenizer)
+    first.lm.set_attn_implementation("eager")
+    assert second.lm.config._attn_implementation == "sdpa"
+
+
+def test_a_scorer_gives_units_of_its_config(untrained: str) -> None:
+    scorer = new_scorer(untrained)
+    nn.init.normal_(scorer.model.score.weight)
+    ids = torch.tensor(ROWS[:1])
+    raw = scorer(ids)
+    scorer.model.config.update({"score_mean": 2.0, "score_std": 4.0})
+    torch.testing.assert_close(scorer(ids), (raw - 2) / 4)
+
+
+def test_a_scorer_reads_no_token_after(untrained: str) -> None:
+    scorer = new_scorer(untrained)
+    nn.init.normal_(scorer.model.score.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            scorer(torch.tensor([[1, 5, 9]]))[:, :2], scorer(torch.tensor([[1, 5]]))
+        )
+
+
+def test_a_reward_model_is_reloaded_as_it_was(trained: dict) -> None:
+    scorer = load_scorer(trained["reward_model"])
+    assert isinstance(scorer, Scorer)
+    assert scorer.model.config.score_std > 0
+
+
+def test_a_folder_without_a_trained_reward_head_is_an_error(trained: dict, tmp_path: Path) -> None:
+    sentence = "has no trained reward head"
+    with pytest.raises(UserError, match=sentence):
+        load_scorer(trained["model"])
+    # a head that is there but was not trained, and a record without a head
+    fresh = new_scorer(trained["model"])
+    fresh.model.save_pretrained(tmp_path / "fresh")
+    with pytest.raises(UserError, match=sentence):
+        load_scorer(str(tmp_path / "fresh"))
+    folder = shutil.copytree(trained["model"], tmp_path / "claims")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"reward_head_trained": True}))
+    with pytest.raises(UserError, match=sentence):
+        load_scorer(str(folder))
+
+
+def test_a_critic_is_no_reward_model(trained: dict, ppo_config, tmp_path: Path) -> None:
+    from trainer import ppo
+
+    ppo.run(replace(ppo_config, updates=1))
+    with pytest.raises(UserError, match="has no trained reward head"):
+        load_scorer(f"{ppo_config.run_dir}/critic")
+
+
+def test_a_folder_that_is_no_model_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"it has no config\.json"):
+        load_policy(str(tmp_path))
+
+
+def test_a_language_model_that_lacks_weights_is_an_error(untrained: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(untrained, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("transformer.ln_f.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks transformer\.ln_f\.weight"):
+        load_policy(str(folder))
+
+
+def test_a_head_that_is_not_known_is_refused(
+    untrained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GPT2LMHeadModel
+
+    inner = GPT2LMHeadModel.forward
+
+    def scaled(self, *args, **kwargs):
+        out = inner(self, *args, **kwargs)
+        out.logits = out.logits * 3
+        return out
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", scaled)
+    with pytest.raises(UserError, match="between trunk and logits"):
+        load_policy(untrained)
