@@ -1,28 +1,12 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import hypothesis
 import pytest
 import torch
+from matrix import CAN, FLOATS
 
 import ppokern
-
-OPS = ("logprob", "linear", "gae", "whiten", "ppo_loss", "reward", "packing")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-class Can(NamedTuple):
-    ops: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    device: str = "cpu"
-
-
-# What each backend can do. A new one joins every test below with one line.
-CAN = {
-    "torch": Can(OPS, FLOATS),
-    "cpu": Can(("gae",), FLOATS[:3]),
-}
 
 hypothesis.settings.register_profile(
     "ppokern",
@@ -39,8 +23,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`backend` and `dtype` of a test: all that are there and can do the module's OP."""
     op, names = getattr(metafunc.module, "OP", None), set(metafunc.fixturenames)
     for mark in metafunc.definition.iter_markers("parametrize"):
-        if mark.args[0] == "dtype":
-            names.discard("dtype")
+        names.discard(mark.args[0])
     if "backend" in names:
         able = [
             (name, dtype)

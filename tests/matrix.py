@@ -1,0 +1,21 @@
+"""Which backends, ops and dtypes the tests run over."""
+
+from typing import NamedTuple
+
+import torch
+
+OPS = ("logprob", "linear", "gae", "whiten", "ppo_loss", "reward", "packing")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Can(NamedTuple):
+    ops: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: str = "cpu"
+
+
+# What each backend can do. A new one joins every test below with one line.
+CAN = {
+    "torch": Can(OPS, FLOATS),
+    "cpu": Can(("gae",), FLOATS[:3]),
+}

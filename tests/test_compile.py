@@ -1,0 +1,281 @@
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import calls
+import pytest
+import torch
+from measure import leaf, same_bits
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import ppokern
+
+CALLS = [pytest.param("batch", name, id=name) for name in calls.NAMES]
+CALLS += [pytest.param("packed", name, id=f"{name}-packed") for name in calls.PACKED_NAMES]
+
+
+def call_of(kind: str, name: str) -> calls.Call:
+    return (calls.every() if kind == "batch" else calls.packed())[name]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def close(mine: list[Tensor], theirs: list[Tensor]) -> None:
+    assert len(mine) == len(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+# torch.compile ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), CALLS)
+def test_whole_graph(kind: str, name: str) -> None:
+    call = call_of(kind, name)
+    compiled = torch.compile(call.fn, fullgraph=True, backend="aot_eager")
+    close(call.run(call.leaves(), compiled), call.run(call.leaves()))
+
+
+@pytest.mark.parametrize("name", calls.NAMES)
+def test_nothing_is_compiled_anew_for_another_size(name: str) -> None:
+    """Compiled for sizes that vary, the graph serves them all; and the numbers are right."""
+    first, graphs = calls.every()[name], 0
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    compiled = torch.compile(first.fn, fullgraph=True, backend=count, dynamic=True)
+    for rows, columns in ((3, 5), (4, 7), (2, 9), (6, 8)):
+        call = calls.every(rows=rows, columns=columns)[name]
+        with torch.no_grad():
+            close(calls.outputs(compiled(**call.args)), calls.outputs(call.fn(**call.args)))
+    assert graphs == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_inductor() -> None:
+    """One graph with every op in it."""
+    every = calls.every()
+
+    def step(args: dict[str, dict[str, Any]]) -> dict[str, list[Tensor]]:
+        return {name: calls.outputs(call.fn(**args[name])) for name, call in every.items()}
+
+    leaves = {name: call.leaves() for name, call in every.items()}
+    out = torch.compile(step, fullgraph=True)(leaves)
+    loss = sum(t.sum() for ts in out.values() for t in ts if t.requires_grad)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    for name, call in every.items():
+        grads = [leaves[name][k].grad for k in call.flows]
+        close([t.detach() for t in out[name]] + grads, call.run(call.leaves()))
+
+
+@pytest.mark.parametrize("bad", [7, -1, 10**6])
+def test_a_bad_id_gives_nan_in_a_compiled_graph(bad: int) -> None:
+    logits, ids = torch.randn(3, 7), torch.tensor([1, bad, -100])
+    compiled = torch.compile(
+        ppokern.selected_logprobs_with_entropy, fullgraph=True, backend="aot_eager"
+    )
+    out = compiled(logits, ids)
+    good = ppokern.selected_logprobs_with_entropy(logits[:1], ids[:1])
+    assert out.logprobs[1].isnan()
+    assert torch.allclose(out.logprobs[0], good.logprobs[0]) and out.logprobs[2] == 0
+    hidden, weight = torch.randn(3, 4), torch.randn(7, 4)
+    compiled = torch.compile(ppokern.linear_selected_logprobs, fullgraph=True, backend="aot_eager")
+    out = compiled(hidden, weight, ids)
+    assert out[1].isnan() and out[0].isfinite() and out[2] == 0
+
+
+def test_inplace_backward_in_a_compiled_graph() -> None:
+    source, ids = torch.randn(3, 7), torch.tensor([1, 2, -100])
+
+    def step(x: Tensor) -> Tensor:
+        return ppokern.selected_logprobs(x * 2, ids, inplace_backward=True).sum()
+
+    a, b = leaf(source), leaf(source)
+    torch.compile(step, fullgraph=True, backend="aot_eager")(a).backward()
+    ppokern.selected_logprobs(b * 2, ids).sum().backward()
+    assert torch.allclose(a.grad, b.grad)
+
+
+def test_a_backend_asked_for_by_name_in_a_compiled_graph() -> None:
+    call = calls.every()["selected_logprobs"]
+    with ppokern.use_backend("torch"):
+        compiled = torch.compile(call.fn, fullgraph=True, backend="aot_eager")
+        close(call.run(call.leaves(), compiled), call.run(call.leaves()))
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the arguments of every op of this package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "ppokern":
+            self.seen.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "name"), CALLS)
+def test_opcheck(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ops that a graph would hold, forward and backward, with the arguments it would give."""
+    call = call_of(kind, name)
+    with monkeypatch.context() as patch, Recorder() as recorder:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        call.run(call.leaves())
+    assert recorder.seen
+    for op, args, kwargs in recorder.seen:
+        first_order = not op.name().endswith("_backward")  # those are differentiated no further
+
+        def fresh(x: Any, first_order: bool = first_order) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x.detach().clone().requires_grad_(x.requires_grad and first_order)
+
+        named = {k: fresh(x) for k, x in kwargs.items()}
+        torch.library.opcheck(op, [fresh(x) for x in args], named)
+
+
+# What every op does alike -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), CALLS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_no_argument_is_changed(kind: str, name: str, requires_grad: bool) -> None:
+    call = call_of(kind, name)
+    args = call.leaves() if requires_grad else call.args
+    before = {k: (x.detach().clone(), x._version) for k, x in args.items() if isinstance(x, Tensor)}
+    first = call.run(args) if requires_grad else calls.outputs(call.fn(**args))
+    for k, (copy, version) in before.items():
+        assert torch.equal(args[k], copy) and args[k]._version == version, k
+    for out in first:
+        assert all(out.data_ptr() != args[k].data_ptr() for k in before if args[k].numel())
+
+
+@pytest.mark.parametrize("name", [*calls.NAMES, *calls.packing()])
+def test_only_the_named_arguments_get_gradients(name: str) -> None:
+    call = {**calls.every(), **calls.packing()}[name]
+    args = {
+        k: leaf(x) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for k, x in call.args.items()
+    }
+    out = [t for t in calls.outputs(call.fn(**args)) if t.requires_grad]
+    assert bool(out) == bool(call.flows)
+    if out:
+        torch.stack([t.sum() for t in out]).sum().backward()
+    got = {k for k, x in args.items() if isinstance(x, Tensor) and x.grad is not None}
+    assert got == set(call.flows)
+    args = {k: x.detach() if k in got else x for k, x in args.items()}
+    assert not any(t.requires_grad for t in calls.outputs(call.fn(**args)))
+
+
+@pytest.mark.parametrize("name", calls.NAMES)
+def test_autocast_changes_nothing_in_float32(name: str) -> None:
+    """The linear ops may multiply in bfloat16 there; all others compute in float32."""
+    call = calls.every()[name]
+    plain = call.run(call.leaves())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = call.run(call.leaves())
+    for a, b in zip(inside, plain, strict=True):
+        assert a.dtype == b.dtype
+        if "linear" in name:
+            assert torch.allclose(a, b, rtol=0.1, atol=0.1)
+        else:
+            assert same_bits(a, b)
+
+
+def test_linear_under_autocast_with_a_bfloat16_trunk() -> None:
+    """Hidden states as autocast leaves them, a float32 head: each gradient in its own dtype."""
+    hidden, weight = leaf(torch.randn(3, 4)), leaf(torch.randn(7, 4))
+    trunk = torch.nn.Linear(4, 4)
+    ids = torch.tensor([1, 2, 3])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states = trunk(hidden)
+        assert states.dtype == torch.bfloat16
+        lp = ppokern.linear_selected_logprobs(states, weight, ids)
+    assert lp.dtype == torch.float32
+    lp.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", [n for n, call in calls.every().items() if call.flows])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(name: str, use_reentrant: bool) -> None:
+    call = calls.every()[name]
+    args = call.leaves()
+    inputs = [args[k] for k in call.flows]
+    n = sum(t.requires_grad for t in calls.outputs(call.fn(**args)))  # the first outputs
+
+    def body(*flows: Tensor) -> Tensor:
+        given = {**args, **dict(zip(call.flows, flows, strict=True))}
+        return torch.stack([t.sum() for t in calls.outputs(call.fn(**given))[:n]]).sum()
+
+    expected = torch.autograd.grad(body(*inputs), inputs)
+    checkpoint(body, *inputs, use_reentrant=use_reentrant).backward()
+    close([x.grad for x in inputs], list(expected))
+
+
+@pytest.mark.parametrize("name", calls.NAMES)
+def test_functional_transforms_are_right_or_an_error(name: str) -> None:
+    """torch.func.grad gives what autograd gives, or says that it can't."""
+    call = calls.every()[name]
+    if not call.flows:
+        pytest.skip("no gradient")
+    first = call.flows[0]
+
+    def loss(x: Tensor) -> Tensor:
+        return calls.outputs(call.fn(**{**call.args, first: x}))[0].sum()
+
+    x = leaf(call.args[first])
+    (expected,) = torch.autograd.grad(loss(x), x)
+    try:
+        mine = torch.func.grad(loss)(call.args[first])
+    except RuntimeError as error:
+        assert str(error)
+    else:
+        assert torch.allclose(mine, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [*calls.NAMES, *calls.packing()])
+def test_results_are_reproducible(name: str) -> None:
+    call = {**calls.every(), **calls.packing()}[name]
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        a, b = call.run(call.leaves()), call.run(call.leaves())
+        assert all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", calls.NAMES)
+def test_dtypes_of_the_results(name: str, dtype: torch.dtype) -> None:
+    call = calls.every(dtype)[name]
+    out = call.run(call.leaves())
+    assert out[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for k, g in zip(call.flows, out[len(out) - len(call.flows) :], strict=True):
+        assert g.dtype == call.args[k].dtype == dtype
+
+
+def test_every_public_op_is_in_the_list() -> None:
+    fns = {call.fn for call in (*calls.every().values(), *calls.packing().values())}
+    for name in ppokern.__all__:
+        thing = getattr(ppokern, name)
+        if inspect.isfunction(thing) and name not in (
+            "available_backends",
+            "set_validation",
+            "use_backend",
+        ):
+            assert thing in fns, name
