@@ -443,6 +443,12 @@ def test_overflow_in_the_returns_only(backend: str) -> None:
         gae(row(2e38, 2e38), row(2e38, 0.0), lam=1.0)
 
 
+def test_no_overflow_where_the_result_has_none(backend: str) -> None:
+    """The sum of the first two rewards alone would overflow; no advantage does."""
+    out = gae(row(2e38, 2e38, -2e38), torch.zeros(3), lam=1.0)
+    assert out.advantages.tolist() == pytest.approx([2e38, 0, -2e38])
+
+
 @pytest.mark.parametrize("layout", ["batch", "time_first", "packed"])
 def test_contradicting_flags(backend: str, layout: str) -> None:
     r, v = torch.zeros(2, 2, 3)
