@@ -170,6 +170,11 @@ def finite(name: str, x: Tensor | None, mask: Tensor | None) -> None:
         fail(name, "finite values", f"{value} at {place(at, x.shape)}")
 
 
+def constant(x: Tensor | None) -> Tensor | None:
+    """Return `x` without its gradient."""
+    return x if x is None or not x.requires_grad else x.detach()
+
+
 def arithmetic(*tensors: Tensor | None) -> torch.dtype:
     """Return the dtype of a call's arithmetic: float64 where a tensor is float64, else float32."""
     wide = any(x is not None and x.dtype == torch.float64 for x in tensors)

@@ -204,13 +204,13 @@ def gae(
     backend = _backend.named() if not torch.compiler.is_compiling() else ""
     return Advantages(
         *_gae_op(
-            rewards.detach(),
-            values.detach(),
+            _check.constant(rewards),
+            _check.constant(values),
             mask,
             bootstrap,
             continues,
-            None if next_values is None else next_values.detach(),
-            None if last_values is None else last_values.detach(),
+            _check.constant(next_values),
+            _check.constant(last_values),
             cu_seqlens,
             float(gamma),
             float(lam),

@@ -3,7 +3,8 @@
 The recursion ``A_t = delta_t + decay_t * A_{t+1}`` is linear, so it is solved by doubling: after
 `k` rounds each position has taken in the next ``2**k``. A position that is passed over has
 ``delta = 0`` and ``decay = 1``; one that does not continue has ``decay = 0``. So every layout is
-one array of steps, and nothing is read back from the device.
+one array of steps, and nothing is read back from the device. It runs in float64: doubling adds up
+what the recursion does not, and must not overflow where that does not.
 """
 
 import torch
@@ -45,8 +46,8 @@ def gae(
     sequences = Sequences(rewards.shape, cu_seqlens)
     valid = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     last = sequences.is_last(valid)
-    reward = torch.where(valid, rewards.to(dtype), 0.0)
-    value = torch.where(valid, values.to(dtype), 0.0)
+    reward = torch.where(valid, rewards.double(), 0.0)
+    value = torch.where(valid, values.double(), 0.0)
 
     # V(next_t): the caller's, else the neighbour's, else behind the end the caller's or 0
     if decay:
@@ -55,9 +56,9 @@ def gae(
         behind = sequences.next_unmasked(valid).clamp(max=max(sequences.length - 1, 0))
         follower = value.gather(-1, behind)
     if next_values is not None:
-        follower = torch.where(valid, next_values.to(dtype), follower)
+        follower = torch.where(valid, next_values.double(), follower)
     else:
-        end = 0.0 if last_values is None else sequences.spread(last_values.to(dtype))
+        end = 0.0 if last_values is None else sequences.spread(last_values.double())
         follower = torch.where(last, end, follower)
 
     yes = torch.ones_like(valid)
@@ -80,8 +81,8 @@ def gae(
     if cu_seqlens is not None and not _check.values_of(cu_seqlens):
         delta = torch.where(_well_formed(cu_seqlens, sequences.length), delta, torch.nan)
 
-    advantages = torch.where(valid, delta, 0.0)
-    returns = torch.where(valid, delta + value, 0.0)
+    advantages = torch.where(valid, delta, 0.0).to(dtype)
+    returns = torch.where(valid, delta + value, 0.0).to(dtype)
     finite = not check or bool((advantages.isfinite() & returns.isfinite()).all())
     if time_dim == 0 and advantages.dim() == 2:
         advantages, returns = advantages.t().contiguous(), returns.t().contiguous()

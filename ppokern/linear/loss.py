@@ -12,7 +12,6 @@ from ppokern.linear.op import (
     checked_head,
     gradients_like,
     linear_logprobs,
-    rows_of,
     taken,
 )
 from ppokern.linear.reference import Head
@@ -72,11 +71,11 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     mask = valid.view(shape)
     temperature = h.temperature.reshape(-1) if h.temperature.dim() else h.temperature
     head = Head(h.weight, h.bias, temperature, how.softcap, how.vocab_size, dtype)
+    hidden = h.hidden.reshape(len(valid), h.hidden.shape[-1])
+    plan = reference.plan(hidden, head, valid, how.compact, how.max_logits_bytes)
     logprobs, entropy, gradients = reference.loss_gradients(
-        h.hidden.reshape(len(valid), h.hidden.shape[-1]), head, h.token_ids.reshape(-1),
-        rows_of(valid, how.compact), valid, loss_reference.TokenSlopes(x, o, mask, dtype),
-        how.with_entropy, (how.need_hidden, how.need_weight, how.need_bias), how.compact,
-        how.max_logits_bytes, kernel,
+        hidden, head, h.token_ids.reshape(-1), plan, loss_reference.TokenSlopes(x, o, mask, dtype),
+        how.with_entropy, (how.need_hidden, how.need_weight, how.need_bias), kernel,
     )  # fmt: skip
     entropy = entropy.view(shape) if how.with_entropy else None
     loss, stats, *_ = loss_reference.forward(
@@ -231,10 +230,8 @@ def linear_ppo_loss(
     )  # fmt: skip
     denominator = checked_denominator("denominator", denominator, aggregate, hidden.device)
     with_entropy = entropy_stats or entropy_coef != 0
-    x = Inputs(
-        None, None, None, old_logprobs, advantages, weights, ref_logprobs, None, None, mask, None,
-        cu_seqlens, denominator, None,
-    )  # fmt: skip
+    constants = map(_check.constant, (old_logprobs, advantages, weights, ref_logprobs))
+    x = Inputs(None, None, None, *constants, None, None, mask, None, cu_seqlens, denominator, None)
     learns = torch.is_grad_enabled()
     needs = [learns and p is not None and p.requires_grad for p in (hidden, weight, bias)]
     if ratio == "sequence" or not any(needs):

@@ -25,13 +25,6 @@ def taken(token_ids: Tensor, mask: Tensor | None) -> Tensor:
     return valid if mask is None else valid & mask.reshape(-1)
 
 
-def rows_of(valid: Tensor, compact: bool) -> Tensor:
-    """Return the numbers of the rows to compute; leaving masked ones out reads their count back."""
-    if compact:
-        return valid.nonzero().squeeze(-1)
-    return torch.arange(len(valid), device=valid.device)
-
-
 def arithmetic(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Tensor) -> torch.dtype:
     """Return the dtype of the arithmetic from the logits on."""
     return _check.arithmetic(hidden, weight, bias, *rest)
@@ -55,16 +48,8 @@ def _forward(
     kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, hidden.device, dtype)
     head = Head(weight, bias, temperature, softcap, vocab_size, dtype)
     valid = taken(token_ids, mask)
-    return reference.forward(
-        hidden,
-        head,
-        token_ids,
-        rows_of(valid, compact),
-        valid,
-        with_entropy,
-        max_logits_bytes,
-        kernel,
-    )
+    how = reference.plan(hidden, head, valid, compact, max_logits_bytes)
+    return reference.forward(hidden, head, token_ids, how, with_entropy, kernel)
 
 
 def _forward_fake(
@@ -106,10 +91,10 @@ def _gradient(
     kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, hidden.device, dtype)
     head = Head(weight, bias, temperature, softcap, vocab_size, dtype)
     valid = taken(token_ids, mask)
+    how = reference.plan(hidden, head, valid, compact, max_logits_bytes)
     return reference.backward(
-        grad_logprobs, grad_entropy, hidden, head, token_ids, rows_of(valid, compact), valid,
-        (logprobs, entropy, maxima, log_sums), (need_hidden, need_weight, need_bias),
-        max_logits_bytes, kernel,
+        grad_logprobs, grad_entropy, hidden, head, token_ids, how,
+        (logprobs, entropy, maxima, log_sums), (need_hidden, need_weight, need_bias), kernel,
     )  # fmt: skip
 
 

@@ -28,6 +28,9 @@ class Head(NamedTuple):
 class Plan(NamedTuple):
     """How a call is cut, so that it holds `max_logits_bytes` and a few percent more."""
 
+    rows: Tensor  # numbers of the rows to compute
+    valid: Tensor  # (N,) which rows are unmasked
+    compact: bool  # whether `rows` leaves masked rows out
     dtype: torch.dtype  # of the GEMMs: that of hidden states and weight together
     chunk: int  # rows of a chunk
     block: int  # logits that a row pass looks at in one go
@@ -44,8 +47,15 @@ class Chunk(NamedTuple):
     temperature: Tensor  # 0-d or (n,)
 
 
-def plan(hidden: Tensor, head: Head, count: int, max_logits_bytes: int) -> Plan:
-    """Cut `count` rows into few, equal chunks of at most `max_logits_bytes`, at least a row."""
+def plan(hidden: Tensor, head: Head, valid: Tensor, compact: bool, max_logits_bytes: int) -> Plan:
+    """Cut a call into few, equal chunks of at most `max_logits_bytes`, at least a row.
+
+    Leaving masked rows out reads their count back from the device.
+    """
+    rows = torch.arange(len(valid), device=valid.device)
+    if compact:
+        rows = rows[valid]
+    count = len(rows)
     wide = head.dtype == torch.float64
     dtype = head.dtype if wide else torch.promote_types(hidden.dtype, head.weight.dtype)
     width, states = max(1, head.vocab_size), max(1, hidden.shape[1])
@@ -60,14 +70,16 @@ def plan(hidden: Tensor, head: Head, count: int, max_logits_bytes: int) -> Plan:
     cache = 2**18 if hidden.device.type == "cpu" else 2**26
     block = min(cache, max_logits_bytes // (24 * copies // width))
     columns = max_logits_bytes // 32 // (head.dtype.itemsize * (2 * states + chunk))
-    return Plan(dtype, chunk, max(width, block), max(1, columns), chunks == 1)
+    return Plan(rows, valid, compact, dtype, chunk, max(width, block), max(1, columns), chunks == 1)
 
 
-def chunks(hidden: Tensor, head: Head, rows: Tensor, how: Plan) -> Iterator[Chunk]:
-    """Yield `rows` of hidden states ``(N, H)`` in chunks, with their logits in the one buffer."""
+def chunks(hidden: Tensor, head: Head, how: Plan) -> Iterator[Chunk]:
+    """Yield rows of hidden states ``(N, H)`` in chunks, with their logits in the one buffer."""
     buffer = hidden.new_empty((how.chunk, head.vocab_size), dtype=how.dtype)
-    for part in rows.split(how.chunk):
+    for part in how.rows.split(how.chunk):
         states = hidden.index_select(0, part).to(how.dtype)
+        if not how.compact:  # a GEMM reads masked rows, and 0 * NaN is NaN
+            states.masked_fill_(~how.valid[part].unsqueeze(-1), 0.0)
         logits = _project(states, head, how, buffer[: len(part)])
         temperature = head.temperature if head.temperature.dim() == 0 else head.temperature[part]
         yield Chunk(part, states, logits, temperature)
@@ -77,19 +89,16 @@ def forward(
     hidden: Tensor,
     head: Head,
     token_ids: Tensor,
-    rows: Tensor,
-    valid: Tensor,
+    how: Plan,
     with_entropy: bool,
-    max_logits_bytes: int,
     kernel: ModuleType,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log-probs, entropy, row maxima and log-sums, each ``(N,)``; `kernel` passes rows."""
     logprobs, entropy, maxima, log_sums = (
         hidden.new_zeros(len(token_ids), dtype=head.dtype) for _ in range(4)
     )
-    how = plan(hidden, head, len(rows), max_logits_bytes)
-    for chunk in chunks(hidden, head, rows, how):
-        at, part = chunk.rows, _row_pass(chunk, head, how, token_ids, valid, with_entropy, kernel)
+    for chunk in chunks(hidden, head, how):
+        at, part = chunk.rows, _row_pass(chunk, head, how, token_ids, with_entropy, kernel)
         logprobs[at], maxima[at], log_sums[at] = part[0], part[2], part[3]
         if with_entropy:
             entropy[at] = part[1]
@@ -102,22 +111,19 @@ def backward(
     hidden: Tensor,
     head: Head,
     token_ids: Tensor,
-    rows: Tensor,
-    valid: Tensor,
+    how: Plan,
     saved: tuple[Tensor, ...],
     needed: tuple[bool, bool, bool],
-    max_logits_bytes: int,
     kernel: ModuleType,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of hidden states, weight and bias; those not `needed` are empty."""
-    how = plan(hidden, head, len(rows), max_logits_bytes)
     gradients = Gradients(hidden, head, needed, how)
-    for chunk in chunks(hidden, head, rows, how):
+    for chunk in chunks(hidden, head, how):
         part = chunk.rows
         kernel.backward(
             None if grad_logprobs is None else grad_logprobs[part],
             None if grad_entropy is None else grad_entropy[part],
-            chunk.logits, token_ids[part], valid[part], chunk.temperature, head.softcap,
+            chunk.logits, token_ids[part], how.valid[part], chunk.temperature, head.softcap,
             head.vocab_size, tuple(x[part] for x in saved), chunk.logits, block=how.block,
         )  # fmt: skip
         gradients.add(part, chunk.logits, chunk.hidden)
@@ -128,13 +134,10 @@ def loss_gradients(
     hidden: Tensor,
     head: Head,
     token_ids: Tensor,
-    rows: Tensor,
-    valid: Tensor,
+    how: Plan,
     slopes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
     with_entropy: bool,
     needed: tuple[bool, bool, bool],
-    compact: bool,
-    max_logits_bytes: int,
     kernel: ModuleType,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Return log-probs and entropies ``(N,)`` and the gradients of a loss of them, in three GEMMs.
@@ -143,35 +146,31 @@ def loss_gradients(
         hidden: ``(N, H)``.
         head: see `Head`.
         token_ids: ``(N,)``.
-        rows: numbers of the rows that take part.
-        valid: ``(N,)``, False where `rows` names a row that is masked.
+        how: see `Plan`; a compact one leaves rows without slope out of the last two GEMMs too.
         slopes: from log-probs and numbers of rows, the loss's slopes in log-probs and entropies (or
             None).
         with_entropy: whether entropies are made.
         needed: whether hidden states, weight and bias want a gradient.
-        compact: leave rows without slope out of the last two GEMMs.
-        max_logits_bytes: bound of the buffer.
         kernel: of the row passes.
     """
     logprobs, entropy = (hidden.new_zeros(len(token_ids), dtype=head.dtype) for _ in range(2))
-    how = plan(hidden, head, len(rows), max_logits_bytes)
     gradients = Gradients(hidden, head, needed, how)
-    for chunk in chunks(hidden, head, rows, how):
+    for chunk in chunks(hidden, head, how):
         part, ids = chunk.rows, token_ids[chunk.rows]
-        saved = _row_pass(chunk, head, how, token_ids, valid, with_entropy, kernel)
+        saved = _row_pass(chunk, head, how, token_ids, with_entropy, kernel)
         logprobs[part] = saved[0]
         if with_entropy:
             entropy[part] = saved[1]
         in_logprobs, in_entropy = slopes(saved[0], part)
-        use = valid[part]
-        if compact:
+        use = how.valid[part]
+        if how.compact:
             slope = in_logprobs if in_entropy is None else in_logprobs.abs() + in_entropy.abs()
             use = use & (slope != 0)
         kernel.backward(
             in_logprobs, in_entropy, chunk.logits, ids, use, chunk.temperature, head.softcap,
-            head.vocab_size, saved, chunk.logits, compact=compact, block=how.block,
+            head.vocab_size, saved, chunk.logits, compact=how.compact, block=how.block,
         )  # fmt: skip
-        if compact:
+        if how.compact:
             kept = use.nonzero().squeeze(-1)
             gradients.add(part[kept], chunk.logits[: len(kept)], chunk.hidden[kept])
         else:
@@ -224,12 +223,11 @@ def _row_pass(
     head: Head,
     how: Plan,
     token_ids: Tensor,
-    valid: Tensor,
     with_entropy: bool,
     kernel: ModuleType,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return kernel.forward(
-        chunk.logits, token_ids[chunk.rows], valid[chunk.rows], chunk.temperature, head.softcap,
+        chunk.logits, token_ids[chunk.rows], how.valid[chunk.rows], chunk.temperature, head.softcap,
         head.vocab_size, with_entropy, head.dtype, block=how.block,
     )  # fmt: skip
 

@@ -50,9 +50,10 @@ def _forward_fake(*args: Any) -> Output:
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, output = Inputs(*inputs[:_INPUTS]), Output(*output)
-    ctx.save_for_backward(*output[2:], x.mask, x.cu_seqlens, *x[:3])
+    value_mask = x.mask if x.value_mask is None else x.value_mask
+    ctx.save_for_backward(*output[2:], x.mask, value_mask, x.cu_seqlens, *x[:3])
     ctx.dtypes = [None if t is None else t.dtype for t in x[:3]]
-    ctx.count = len(inputs)
+    ctx.shape, ctx.count = next(t.shape for t in x if t is not None), len(inputs)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -60,13 +61,24 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _backward(ctx: Any, gradient: Any, grad: Tensor | None, *rest: Any) -> tuple:
     if grad is None:
         return (None,) * ctx.count
-    logprob, ratio, entropy, value, mask, cu_seqlens, *_ = ctx.saved_tensors
-    grads = [grad * slopes if slopes.numel() else None for slopes in (logprob, entropy, value)]
-    if ratio.numel():
-        shared = reference.share_ratio_slopes(grad * ratio, mask, cu_seqlens)
+    logprob, ratio, entropy, value, mask, value_mask, cu_seqlens, *_ = ctx.saved_tensors
+    own = ((logprob, mask), (entropy, mask), (value, value_mask))
+    grads = [_scaled(s, grad, m) if s.shape == ctx.shape else None for s, m in own]
+    if ratio.shape == ctx.shape and ctx.dtypes[0] is not None:
+        shared = _scaled(ratio, grad, mask)
+        shared = reference.share_ratio_slopes(shared, mask, cu_seqlens)
         grads[0] = shared if grads[0] is None else grads[0] + shared
-    grads = [None if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)]
+    grads = [
+        None if g is None or dtype is None else g.to(dtype)
+        for g, dtype in zip(grads, ctx.dtypes, strict=True)
+    ]
     return *grads, *(None,) * (ctx.count - 3)
+
+
+def _scaled(slopes: Tensor, grad: Tensor, mask: Tensor | None) -> Tensor:
+    """Return slopes times the incoming gradient, which is not read where it is masked."""
+    scaled = grad * slopes
+    return scaled if mask is None or grad.dim() == 0 else torch.where(mask, scaled, 0.0)
 
 
 _ppo_loss = _library.register(
@@ -161,6 +173,7 @@ def checked_tensors(like: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor |
 
 def run(x: Inputs, o: Options) -> Loss:
     """Run the op on checked arguments."""
+    x = Inputs(*x[:3], *(_check.constant(t) for t in x[3:]))
     backend = _backend.named() if not torch.compiler.is_compiling() else ""
     loss, stats, *_ = _ppo_loss(*x, *o, backend)
     return Loss(loss, dict(zip(reference.stat_names(x, o), stats.unbind(), strict=True)))

@@ -69,7 +69,7 @@ def kl_estimate(
     _check.tensor("logprobs", logprobs)
     _check.like("ref_logprobs", ref_logprobs, logprobs.shape, logprobs.device)
     _check.mask_like("mask", mask, logprobs.shape, logprobs.device)
-    return _kl_op(logprobs, ref_logprobs, kind, mask)
+    return _kl_op(logprobs, _check.constant(ref_logprobs), kind, mask)
 
 
 def _shaped(
@@ -163,5 +163,5 @@ def shaped_rewards(
     _check.like("scores", scores, per_sequence, device)
     _check.mask_like("score_mask", score_mask, per_sequence, device)
     tensors = (scores, logprobs, ref_logprobs, mask, score_mask, token_rewards)
-    constants = (None if x is None else x.detach() for x in tensors)
+    constants = map(_check.constant, tensors)
     return ShapedRewards(*_shaped_op(*constants, cu_seqlens, float(kl_coef), kl_kind))
