@@ -230,8 +230,15 @@ def linear_ppo_loss(
     )  # fmt: skip
     denominator = checked_denominator("denominator", denominator, aggregate, hidden.device)
     with_entropy = entropy_stats or entropy_coef != 0
-    constants = map(_check.constant, (old_logprobs, advantages, weights, ref_logprobs))
-    x = Inputs(None, None, None, *constants, None, None, mask, None, cu_seqlens, denominator, None)
+    x = Inputs(
+        old_logprobs=_check.constant(old_logprobs),
+        advantages=_check.constant(advantages),
+        weights=_check.constant(weights),
+        ref_logprobs=_check.constant(ref_logprobs),
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        denominator=denominator,
+    )
     learns = torch.is_grad_enabled()
     needs = [learns and p is not None and p.requires_grad for p in (hidden, weight, bias)]
     if ratio == "sequence" or not any(needs):

@@ -251,9 +251,14 @@ def ppo_policy_loss(
     )  # fmt: skip
     denominator = checked_denominator("denominator", denominator, aggregate, logprobs.device)
     x = Inputs(
-        logprobs, None, None, old_logprobs, advantages, weights, None, None, None, mask, None,
-        cu_seqlens, denominator, None,
-    )  # fmt: skip
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        weights=weights,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        denominator=denominator,
+    )
     return run(x, o)
 
 
@@ -300,9 +305,13 @@ def ppo_value_loss(
     )
     denominator = checked_denominator("denominator", denominator, aggregate, values.device)
     x = Inputs(
-        None, None, values, None, None, None, None, old_values, returns, mask, None, cu_seqlens,
-        None, denominator,
-    )  # fmt: skip
+        values=values,
+        old_values=old_values,
+        returns=returns,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        value_denominator=denominator,
+    )
     return run(x, o)
 
 
@@ -394,10 +403,21 @@ def ppo_loss(
         "value_denominator", value_denominator, aggregate, device
     )
     x = Inputs(
-        logprobs, entropy, values, old_logprobs, advantages, weights, ref_logprobs, old_values,
-        returns, mask, mask if value_mask is None else value_mask, cu_seqlens, denominator,
-        denominator if value_denominator is None else value_denominator,
-    )  # fmt: skip
+        logprobs=logprobs,
+        entropy=entropy,
+        values=values,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        weights=weights,
+        ref_logprobs=ref_logprobs,
+        old_values=old_values,
+        returns=returns,
+        mask=mask,
+        value_mask=mask if value_mask is None else value_mask,
+        cu_seqlens=cu_seqlens,
+        denominator=denominator,
+        value_denominator=denominator if value_denominator is None else value_denominator,
+    )
     return run(x, o)
 
 

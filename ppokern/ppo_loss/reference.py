@@ -14,20 +14,20 @@ from ppokern._sequences import Sequences
 class Inputs(NamedTuple):
     """The tensors of a call: per token but for the last three; None = that part is off."""
 
-    logprobs: Tensor | None
-    entropy: Tensor | None
-    values: Tensor | None
-    old_logprobs: Tensor | None
-    advantages: Tensor | None
-    weights: Tensor | None
-    ref_logprobs: Tensor | None
-    old_values: Tensor | None
-    returns: Tensor | None
-    mask: Tensor | None
-    value_mask: Tensor | None
-    cu_seqlens: Tensor | None
-    denominator: Tensor | None  # 0-d
-    value_denominator: Tensor | None  # 0-d
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+    weights: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+    mask: Tensor | None = None
+    value_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    denominator: Tensor | None = None  # 0-d
+    value_denominator: Tensor | None = None  # 0-d
 
 
 class Options(NamedTuple):
