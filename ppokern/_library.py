@@ -60,16 +60,17 @@ def register(
         )
         gradient_op.register_fake(gradient_fake)
 
-    def differentiate(kernel: Callable[..., Any] | None, ctx: Any, *grads: Tensor | None) -> tuple:
+    def differentiate(compiled: bool, ctx: Any, *grads: Tensor | None) -> tuple:
+        ctx.compiled = compiled
         with torch.no_grad():
-            result = backward(ctx, kernel, *grads)
+            result = backward(ctx, gradient_op if compiled else gradient, *grads)
         if not torch.is_grad_enabled():
             return result
         # attached to what they depend on, so that a second derivative is an error and not a zero
         return _SecondDerivative.apply(name, len(result), *result, *ctx.saved_tensors, *grads)
 
     op.register_autograd(
-        lambda ctx, *grads: differentiate(gradient_op, ctx, *grads), setup_context=setup_context
+        lambda ctx, *grads: differentiate(True, ctx, *grads), setup_context=setup_context
     )
     function = type(
         name,
@@ -77,7 +78,7 @@ def register(
         {
             "forward": staticmethod(forward),
             "setup_context": staticmethod(setup_context),
-            "backward": staticmethod(lambda ctx, *grads: differentiate(gradient, ctx, *grads)),
+            "backward": staticmethod(lambda ctx, *grads: differentiate(False, ctx, *grads)),
         },
     )
     return _by_mode(op, function.apply)

@@ -123,7 +123,7 @@ def gae(
     last_values: Float[Tensor, "*sequences"] | None = None,
     mask_mode: str = "skip",
     time_dim: int = -1,
-    cu_seqlens: Integer[Tensor, " S+1"] | None = None,
+    cu_seqlens: Integer[Tensor, " boundaries"] | None = None,
 ) -> Advantages:
     """Generalised advantage estimation, backwards in time, masked, for every layout.
 

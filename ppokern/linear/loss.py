@@ -121,12 +121,15 @@ def _backward(ctx: Any, gradient: Any, grad: Tensor | None, *rest: Any) -> tuple
     result: tuple = (None,) * 3
     if grad is not None:
         # scaled where they stand and handed out; for a second backward pass they are made again
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        if not ctx.compiled:
+            ctx.gradients = None
         if gradients is None:
             saved = zip(ctx.saved_tensors, ctx.others, strict=True)
             gradients = _forward(*(other if x is None else x for x, other in saved))[2:]
         pairs = zip(gradients, needed, strict=True)
-        result = tuple(g.mul_(grad) if need else None for g, need in pairs)
+        scale = torch.mul if ctx.compiled else Tensor.mul_
+        result = tuple(scale(g, grad) if need else None for g, need in pairs)
     return *result, *(None,) * (len(ctx.others) - 3)
 
 
@@ -163,7 +166,7 @@ def linear_ppo_loss(
     weights: Float[Tensor, "*batch"] | None = None,
     aggregate: str = "token_mean",
     denominator: float | Tensor | None = None,
-    cu_seqlens: Integer[Tensor, " S+1"] | None = None,
+    cu_seqlens: Integer[Tensor, " boundaries"] | None = None,
     log_ratio_limit: float | None = 20.0,
     max_logits_bytes: int = 2**28,
     compact: bool = True,

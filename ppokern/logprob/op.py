@@ -101,7 +101,7 @@ def _backward(ctx: Any, gradient: Any, *grads: Any) -> tuple:
         return (None,) * 9
     grad = gradient(
         grad_logprobs, grad_entropy, *ctx.saved_tensors, softcap, vocab_size, backend,
-        inplace and gradient is _gradient,  # a compiled graph plans its own memory
+        inplace and not ctx.compiled,  # a compiled graph plans its own memory
     )  # fmt: skip
     return grad, *(None,) * 8
 

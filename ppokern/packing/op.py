@@ -52,7 +52,7 @@ def pack(x: Shaped[Tensor, "*batch_and_features"], mask: Bool[Tensor, "*batch"])
 
 def unpack(
     values: Shaped[Tensor, " packed *features"],
-    cu_seqlens: Integer[Tensor, " S+1"],
+    cu_seqlens: Integer[Tensor, " boundaries"],
     *,
     length: int | None = None,
     fill: float = 0.0,
@@ -105,7 +105,7 @@ def unpack(
 
 
 def position_ids(
-    cu_seqlens: Integer[Tensor, " S+1"], *, total: int | None = None
+    cu_seqlens: Integer[Tensor, " boundaries"], *, total: int | None = None
 ) -> Integer[Tensor, " total"]:
     """Return the position of each packed token in its sequence, from 0.
 
@@ -126,7 +126,7 @@ def position_ids(
 
 
 def next_token_targets(
-    token_ids: Num[Tensor, " total"], cu_seqlens: Integer[Tensor, " S+1"]
+    token_ids: Num[Tensor, " total"], cu_seqlens: Integer[Tensor, " boundaries"]
 ) -> tuple[Num[Tensor, " total"], Bool[Tensor, " total"]]:
     """Return what each packed token is to predict: the next one of its own sequence.
 

@@ -14,6 +14,7 @@ KERNELS = {"torch": reference.forward}
 AGGREGATES = ("token_mean", "sequence_mean", "sequence_sum", "sum", "none")
 RATIOS = ("token", "sequence")
 _INPUTS = len(Inputs._fields)
+_OPTIONAL = ("mask", "value_mask", "weights", "entropy", "ref_logprobs")
 
 
 class Loss(NamedTuple):
@@ -154,6 +155,8 @@ def checked_options(
 def checked_tensors(like: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor | None) -> None:
     """Check per-token tensors against `like`; those whose name ends in `mask` are bool."""
     for name, x in tensors.items():
+        if x is None and name not in _OPTIONAL:
+            _check.fail(name, "a tensor", "None", TypeError)
         if name.endswith("mask"):
             _check.mask_like(name, x, like.shape, like.device)
         else:
@@ -191,7 +194,7 @@ def ppo_policy_loss(
     weights: Float[Tensor, "*batch"] | None = None,
     aggregate: str = "token_mean",
     denominator: float | Tensor | None = None,
-    cu_seqlens: Integer[Tensor, " S+1"] | None = None,
+    cu_seqlens: Integer[Tensor, " boundaries"] | None = None,
     log_ratio_limit: float | None = 20.0,
 ) -> Loss:
     """The clipped policy loss of PPO, with its statistics.
@@ -271,7 +274,7 @@ def ppo_value_loss(
     clip_range: float | None = 0.2,
     aggregate: str = "token_mean",
     denominator: float | Tensor | None = None,
-    cu_seqlens: Integer[Tensor, " S+1"] | None = None,
+    cu_seqlens: Integer[Tensor, " boundaries"] | None = None,
 ) -> Loss:
     """The clipped value loss of PPO, with its statistics.
 
@@ -319,9 +322,9 @@ def ppo_loss(
     logprobs: Float[Tensor, "*batch"],
     old_logprobs: Float[Tensor, "*batch"],
     advantages: Float[Tensor, "*batch"],
-    values: Float[Tensor, "*batch"],
-    old_values: Float[Tensor, "*batch"],
-    returns: Float[Tensor, "*batch"],
+    values: Float[Tensor, "*batch"] | None,
+    old_values: Float[Tensor, "*batch"] | None,
+    returns: Float[Tensor, "*batch"] | None,
     *,
     mask: Bool[Tensor, "*batch"] | None = None,
     value_mask: Bool[Tensor, "*batch"] | None = None,
@@ -339,7 +342,7 @@ def ppo_loss(
     weights: Float[Tensor, "*batch"] | None = None,
     aggregate: str = "token_mean",
     denominator: float | Tensor | None = None,
-    cu_seqlens: Integer[Tensor, " S+1"] | None = None,
+    cu_seqlens: Integer[Tensor, " boundaries"] | None = None,
     log_ratio_limit: float | None = 20.0,
 ) -> Loss:
     """The whole loss of PPO in one pass: policy, value, entropy bonus and KL to a reference.
@@ -351,7 +354,7 @@ def ppo_loss(
         logprobs: see `ppo_policy_loss`.
         old_logprobs: see `ppo_policy_loss`.
         advantages: see `ppo_policy_loss`.
-        values: see `ppo_value_loss`.
+        values: see `ppo_value_loss`; None, at `value_coef` 0, is no value term at all.
         old_values: see `ppo_value_loss`.
         returns: see `ppo_value_loss`.
         mask: see `ppo_policy_loss`.
@@ -392,10 +395,12 @@ def ppo_loss(
     _check.tensor("logprobs", logprobs)
     need_tensor("entropy", entropy, entropy_coef)
     need_tensor("ref_logprobs", ref_logprobs, kl_coef)
+    need_tensor("values", values, value_coef)
+    of_values = {"values": values, "old_values": old_values, "returns": returns}
     checked_tensors(
         logprobs, cu_seqlens, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages,
-        values=values, old_values=old_values, returns=returns, mask=mask, value_mask=value_mask,
-        entropy=entropy, ref_logprobs=ref_logprobs, weights=weights,
+        mask=mask, value_mask=value_mask, entropy=entropy, ref_logprobs=ref_logprobs,
+        weights=weights, **({} if values is None else of_values),
     )  # fmt: skip
     device = logprobs.device
     denominator = checked_denominator("denominator", denominator, aggregate, device)

@@ -117,7 +117,7 @@ def shaped_rewards(
     score_mask: Bool[Tensor, "*sequences"] | None = None,
     token_rewards: Float[Tensor, "*batch"] | None = None,
     kl_kind: str = "k1",
-    cu_seqlens: Integer[Tensor, " S+1"] | None = None,
+    cu_seqlens: Integer[Tensor, " boundaries"] | None = None,
 ) -> ShapedRewards:
     """Rewards per token: a KL penalty at each, and each sequence's score once, at its last token.
 
