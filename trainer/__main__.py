@@ -45,9 +45,10 @@ def parser() -> ArgumentParser:
         stage.add_argument(
             "--dry_run", action="store_true", help="Print what a run would take, and train nothing."
         )
-        stage.add_argument(
-            "--overwrite", action="store_true", help="Replace the run that run_dir holds."
-        )
+        if name != "demo":
+            stage.add_argument(
+                "--overwrite", action="store_true", help="Replace the run that run_dir holds."
+            )
         commands.add_subcommand(name, stage, help=(config.__doc__ or "").splitlines()[0])
     sample = ArgumentParser(exit_on_error=False)
     sample.add_argument("run_dir", help="Folder of a PPO run.")
@@ -102,6 +103,8 @@ def run(args: Namespace) -> None:
         config = stage(**{option.name: given[option.name] for option in fields(stage)})
         if given.dry_run:
             importlib.import_module(".plan", __package__).show(config)
+        elif args.command == "demo":
+            command.run(config)
         else:
             command.run(config, given.overwrite)
 

@@ -63,9 +63,9 @@ def check_paths(policy: Policy, rollouts: Rollouts, config: PPOConfig, metrics: 
     return again
 
 
-def check_start(logprobs: Tensor, experience: Experience) -> None:
+def check_start(logprobs: Tensor, rollouts: Rollouts, experience: Experience) -> None:
     """Before the first step the policy is its reference."""
-    distance = (logprobs - experience.ref_logprobs)[experience.mask].abs().max().item()
+    distance = (logprobs - experience.ref_logprobs)[rollouts.mask].abs().max().item()
     if not distance <= KL_LIMIT:
         raise CheckFailed(
             f"before the first step the reference differs from the policy by up to {distance:.2g} "

@@ -61,7 +61,7 @@ class Scratch:
             self.vocab_size >= 259,
             "scratch.vocab_size must be at least 259: 256 bytes and 3 special tokens",
         )
-        require(self.context_tokens >= 2, "scratch.context_tokens must be at least 2")
+        require(self.context_tokens >= 8, "scratch.context_tokens must be at least 8")
 
 
 @dataclass
@@ -129,7 +129,9 @@ class SFTConfig(Supervised):
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
         _positive(self, "sequences_per_step")
-        if not self.model:
+        if self.model:
+            require(self.scratch == Scratch(), "scratch has no effect beside a model to start from")
+        else:
             self.scratch.check()
             require(
                 self.max_tokens <= self.scratch.context_tokens,
@@ -248,6 +250,15 @@ class PPOConfig(Stage):
         )
         self._check_kl()
 
+    def longest_prompt(self, context_tokens: int) -> int:
+        """What a context leaves for a prompt: a response, and an end token to score, follow it."""
+        left = context_tokens - self.max_new_tokens - 1
+        require(
+            left > 0,
+            f"max_new_tokens is {self.max_new_tokens}: too many for a context of {context_tokens}",
+        )
+        return left
+
     def _check_kl(self) -> None:
         targets = (self.kl_target_per_sequence, self.kl_target_per_token)
         given = [target for target in targets if target is not None]
@@ -267,6 +278,9 @@ class PPOConfig(Stage):
             )
         else:
             require(not given, "a KL target has no effect with a fixed kl_controller")
+
+
+OF_THE_DEMO = ("run_dir", "model", "train", "heldout", "seed", "rewards", "critic")
 
 
 @dataclass
@@ -297,8 +311,11 @@ class DemoConfig:
             "--text needs --reward FILE.py:name: own text has no preferences to learn from",
         )
         _positive(self, "evaluation_prompts")
-        for stage in self.stages():
-            stage.check()
+        for given, made in zip((self.sft, self.reward_model, self.ppo), self.stages(), strict=True):
+            for name in OF_THE_DEMO:
+                same = getattr(given, name, None) == getattr(type(given)(), name, None)
+                require(same, f"the demo sets the {name} of its stages itself")
+            made.check()
 
     def stages(self) -> tuple[SFTConfig, RewardConfig, PPOConfig]:
         """The stages with their paths: what one writes, the next reads. PPO's run is the demo's."""

@@ -113,7 +113,7 @@ def read_rows(path: str, *keys: str) -> list[Row]:
     file = Path(path)
     require(file.is_file(), f"{path} is not a file")
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

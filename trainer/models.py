@@ -14,7 +14,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -145,13 +145,6 @@ class Scorer(nn.Module):
         """Takes a model for sequence classification with one label."""
         super().__init__()
         self.model = model
-        for name, default in (
-            ("score_mean", 0.0),
-            ("score_std", 1.0),
-            ("reward_head_trained", False),
-        ):
-            if not hasattr(model.config, name):
-                setattr(model.config, name, default)
 
     @property
     def context_tokens(self) -> int:
@@ -160,12 +153,15 @@ class Scorer(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """A number for each position, from the tokens up to it: `(B, T)` to `(B, T)`, float32."""
-        hidden = self.model.base_model(
-            input_ids=ids, use_cache=False
-        ).last_hidden_state  # (B, T, H)
-        head: Any = self.model.score
-        raw = head(hidden).squeeze(-1).float()
-        return (raw - self.model.config.score_mean) / self.model.config.score_std
+        config, head = self.model.config, cast(nn.Module, self.model.score)
+        out = self.model.base_model(input_ids=ids, use_cache=False)
+        raw = head(out.last_hidden_state).squeeze(-1).float()  # (B, T, H) to (B, T)
+        return (raw - config.score_mean) / config.score_std
+
+
+def pick_device() -> torch.device:
+    """The first GPU, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def forward_all(
@@ -282,11 +278,11 @@ def new_scorer(folder: str) -> Scorer:
 def load_scorer(folder: str) -> Scorer:
     """A reward model whose head was trained; anything else is an error."""
     model, missing = _load(AutoModelForSequenceClassification, folder, num_labels=1)
-    trained = getattr(model.config, "reward_head_trained", False) is True
+    record = ("reward_head_trained", "score_mean", "score_std")
     require(
-        trained and not missing,
-        f"{folder} has no trained reward head (the reward stage writes one, and "
-        "reward_head_trained in its config.json)",
+        not missing and all(getattr(model.config, name, False) is not False for name in record),
+        f"{folder} has no trained reward head: the reward stage writes one, and in config.json "
+        f"{', '.join(record)}",
     )
     return Scorer(model)
 

@@ -5,18 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from .config import Supervised
 
 Trained = tuple[nn.Module, Optimizer]
-
-
-def pick_device() -> torch.device:
-    """The first GPU, or the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def adamw(module: nn.Module, learning_rate: float, weight_decay: float = 0.0) -> AdamW:

@@ -37,7 +37,7 @@ def show(config: SFTConfig | RewardConfig | PPOConfig | DemoConfig) -> None:
         model = AutoConfig.from_pretrained(config.model, local_files_only=True)
     longest = 0
     if isinstance(config, PPOConfig):
-        room = model.max_position_embeddings - config.max_new_tokens - 1
+        room = config.longest_prompt(model.max_position_embeddings)
         tokenizer = load_tokenizer(config.model)
         prompts = read_prompts(config.train, tokenizer, config.prompt_tokens, room)
         longest = max(len(prompt.ids) for prompt in prompts)

@@ -15,6 +15,7 @@ coefficient).
 from __future__ import annotations
 
 import itertools
+import math
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -29,14 +30,22 @@ from ppokern import kl_estimate, ppo_value_loss
 
 from .check import check_frozen, check_paths, check_start, check_sums
 from .checkpoint import new_run, save_model, write_json
-from .config import CheckFailed, PPOConfig, require
+from .config import CheckFailed, PPOConfig
 from .data import micro_batches, read_prompts, shuffled, stop_ids
 from .experience import Experience, make_experience
-from .metrics import Metrics, RunLog, distinct, repeated
-from .models import Policy, Scorer, load_policy, load_scorer, load_tokenizer, new_scorer
-from .optimise import Trained, adamw, clipped_step, pick_device
+from .metrics import Metrics, RunLog, distinct, finite, repeated
+from .models import (
+    Policy,
+    Scorer,
+    load_policy,
+    load_scorer,
+    load_tokenizer,
+    new_scorer,
+    pick_device,
+)
+from .optimise import Trained, adamw, clipped_step
 from .rollout import Rollouts, generate
-from .sample import pairs, respond
+from .sample import respond, side_by_side
 from .scoring import RewardPart, load_rewards, score
 
 
@@ -53,6 +62,11 @@ class Models:
     def frozen(self) -> list[nn.Module]:
         """Those that no step may change."""
         return [self.reference, *(part.model for part in self.rewards if part.model)]
+
+    def context_tokens(self) -> int:
+        """Longest sequence that all of them can read."""
+        scorers = [self.critic, *(part.model for part in self.rewards if part.model)]
+        return min(module.context_tokens for module in (self.policy, *scorers))
 
 
 @dataclass
@@ -80,8 +94,9 @@ class KLController:
     def update(self, metrics: Metrics, episodes: int) -> None:
         """Moves the coefficient after an update of so many episodes."""
         if self.target is not None:
-            error = min(max(metrics.mean(self.measure) / self.target - 1, -0.2), 0.2)
-            self.coef *= 1 + error * episodes / self.horizon_episodes
+            error = metrics.mean(self.measure) / self.target - 1
+            if math.isfinite(error):  # nothing to go by where every response was left out
+                self.coef *= 1 + min(max(error, -0.2), 0.2) * episodes / self.horizon_episodes
 
 
 def run(config: PPOConfig, overwrite: bool = False) -> dict[str, float]:
@@ -89,9 +104,8 @@ def run(config: PPOConfig, overwrite: bool = False) -> dict[str, float]:
     config.check()
     device = pick_device()
     models = load(config, device)
-    prompts = read_prompts(
-        config.train, models.tokenizer, config.prompt_tokens, room(models, config)
-    )
+    longest = config.longest_prompt(models.context_tokens())
+    prompts = read_prompts(config.train, models.tokenizer, config.prompt_tokens, longest)
     check_frozen([models.policy, models.critic], models.frozen())
     run_dir = new_run(config, overwrite)
 
@@ -133,7 +147,7 @@ def run(config: PPOConfig, overwrite: bool = False) -> dict[str, float]:
                     logprobs = check_paths(models.policy, rollouts, config, metrics)
                     check_sums(rollouts, experience, kl_in_reward)
                     if update == 1:
-                        check_start(logprobs, experience)
+                        check_start(logprobs, rollouts, experience)
             with metrics.timed("time/learn"):
                 learn(models, experience, config, trained, kl_in_loss, shuffle, metrics)
 
@@ -149,8 +163,8 @@ def run(config: PPOConfig, overwrite: bool = False) -> dict[str, float]:
         respond(side, models.reference, models.rewards, models.tokenizer, prompts[:8], config)
         for side in sides
     ]
-    write_json(run_dir / "samples.json", pairs(*written))
-    write_json(run_dir / "summary.json", row)
+    write_json(run_dir / "samples.json", side_by_side(*written))
+    write_json(run_dir / "summary.json", finite(row))
     save_model(run_dir / "critic", models.critic.model, models.tokenizer)
     save_model(run_dir / "policy", models.policy.lm, models.tokenizer)
     return row
@@ -160,9 +174,7 @@ def load(config: PPOConfig, device: torch.device) -> Models:
     """The four models as they stand before the first update."""
     tokenizer = load_tokenizer(config.model)
     critic = load_scorer(config.critic) if config.critic else new_scorer(config.model)
-    critic.model.config.reward_head_trained = (
-        False  # from here on it foresees scores, it gives none
-    )
+    critic.model.config.update({"reward_head_trained": False})  # it foresees scores, it gives none
     return Models(
         tokenizer,
         load_policy(config.model).to(device),
@@ -170,18 +182,6 @@ def load(config: PPOConfig, device: torch.device) -> Models:
         load_policy(config.model).requires_grad_(False).to(device),
         load_rewards(config.rewards, tokenizer, device, config.micro_batch_tokens),
     )
-
-
-def room(models: Models, config: PPOConfig) -> int:
-    """Longest prompt, in tokens: a response, and an end token shown to a reward model, follow."""
-    scorers = [models.critic, *(part.model for part in models.rewards if part.model)]
-    context = min(module.context_tokens for module in (models.policy, *scorers))
-    left = context - config.max_new_tokens - 1
-    require(
-        left > 0,
-        f"max_new_tokens is {config.max_new_tokens}: too many for a context of {context} tokens",
-    )
-    return left
 
 
 def learn(
@@ -304,17 +304,14 @@ def observe(
     scores, kl = experience.scores[kept], experience.kl.sum(1)[kept]
     metrics.add("objective/scores", scores)
     for name, part in parts.items():
-        metrics.add(f"objective/scores/{name}", part)
+        metrics.add(f"objective/scores/{name}", part[kept])
     metrics.add("objective/unscored", (~kept).sum())
     metrics.add("objective/kl", kl)
     metrics.add("objective/kl_per_token", experience.kl, mask)
-    metrics.add(
-        "objective/kl_k3",
-        kl_estimate(rollouts.logprobs, experience.ref_logprobs, "k3", mask).sum(1)[kept],
-    )
-    metrics.add(
-        "objective/entropy", -rollouts.logprobs.sum(1)[kept]
-    )  # sampled proxy, nats a response
+    k3 = kl_estimate(rollouts.logprobs, experience.ref_logprobs, "k3", mask)
+    metrics.add("objective/kl_k3", k3.sum(1)[kept])
+    sampled = -rollouts.logprobs.sum(1)[kept]  # (B',) nats: a proxy; policy/entropy_avg is exact
+    metrics.add("objective/entropy", sampled)
     metrics.add("objective/non_score_reward", -kl_in_reward * kl)
     metrics.add("objective/rlhf_reward", scores - kl_in_reward * kl)
     metrics.add("objective/shaped_reward", experience.rewards, mask)

@@ -61,7 +61,7 @@ def read_metrics(folder: Path) -> Rows:
     """The rows of a run's metrics.jsonl."""
     path = folder / "metrics.jsonl"
     require(path.is_file(), f"{folder} is not the folder of a run: it has no metrics.jsonl")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     require(bool(rows), f"{path} is empty")
     return rows
 

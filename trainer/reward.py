@@ -23,8 +23,8 @@ from .checkpoint import new_run, save_model, write_json
 from .config import RewardConfig, require
 from .data import Pair, length_batches, micro_batches, pad, read_pairs
 from .metrics import Metrics, RunLog
-from .models import Scorer, load_tokenizer, new_scorer
-from .optimise import adamw, clipped_step, pick_device, schedule
+from .models import Scorer, load_tokenizer, new_scorer, pick_device
+from .optimise import adamw, clipped_step, schedule
 
 
 def run(config: RewardConfig, overwrite: bool = False) -> dict[str, float]:

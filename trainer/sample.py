@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from .config import PPOConfig, require
 from .data import Encoder, Prompt, stop_ids
 from .metrics import console
-from .models import Policy, forward_all, load_policy, load_tokenizer
-from .optimise import pick_device
+from .models import Policy, forward_all, load_policy, load_tokenizer, pick_device
 from .rollout import generate
 from .scoring import RewardPart, load_rewards, score
 
@@ -76,7 +75,7 @@ def respond(
     return [Sample(**dict(zip(columns, row, strict=True))) for row in rows]
 
 
-def pairs(before: Sequence[Sample], after: Sequence[Sample]) -> list[dict[str, Any]]:
+def side_by_side(before: Sequence[Sample], after: Sequence[Sample]) -> list[dict[str, Any]]:
     """Two responses to each prompt as JSON."""
     return [
         {"before": asdict(old), "after": asdict(new)}
@@ -105,16 +104,13 @@ def run(run_dir: str, prompt: str) -> None:
     reference = load_policy(config.model).to(device)
     rewards = load_rewards(config.rewards, tokenizer, device, config.micro_batch_tokens)
     asked = [Prompt(Encoder(tokenizer, [{"prompt": prompt}], "prompt").start(prompt), prompt)]
-    room = policy.context_tokens - config.max_new_tokens - 1
-    require(
-        len(asked[0].ids) <= room,
-        f"the prompt has {len(asked[0].ids)} tokens, there is room for {room}",
-    )
+    room, tokens = config.longest_prompt(policy.context_tokens), len(asked[0].ids)
+    require(tokens <= room, f"the prompt has {tokens} tokens, there is room for {room}")
     sides = [
         respond(model, reference, rewards, tokenizer, asked, config)
         for model in (reference, policy)
     ]
-    show(pairs(*sides))
+    show(side_by_side(*sides))
 
 
 def read_config(run_dir: str) -> PPOConfig:

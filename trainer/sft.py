@@ -27,8 +27,8 @@ from .data import (
     train_tokenizer,
 )
 from .metrics import Metrics, RunLog
-from .models import Policy, load_policy, load_tokenizer, new_policy
-from .optimise import adamw, clipped_step, pick_device, schedule
+from .models import Policy, load_policy, load_tokenizer, new_policy, pick_device
+from .optimise import adamw, clipped_step, schedule
 
 Batch = tuple[Tensor, Tensor]  # ids (b, t); mask (b, t - 1) of the tokens to learn
 
@@ -76,7 +76,8 @@ def _start(config: SFTConfig) -> tuple[PreTrainedTokenizerBase, Policy]:
         )
         return load_tokenizer(config.model), policy
     rows = read_rows(config.train, "text", "prompt completion")
-    texts = (value for row in rows for value in row.values() if isinstance(value, str))
+    values = (row.get(key) for row in rows for key in ("text", "prompt", "completion"))
+    texts = (value for value in values if isinstance(value, str))
     tokenizer = train_tokenizer(texts, config.scratch.vocab_size)
     torch.manual_seed(config.seed)
     return tokenizer, new_policy(config.scratch, tokenizer)

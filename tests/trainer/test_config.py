@@ -40,6 +40,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (GOOD_SFT, {"steps": 0}, "steps must be positive"),
     (GOOD_SFT, {"max_tokens": 1}, "max_tokens must be at least 2"),
     (GOOD_SFT, {"max_tokens": 65}, "more than scratch.context_tokens, 64"),
+    (GOOD_SFT, {"model": "m", "scratch": Scratch(width=64)}, "scratch has no effect beside"),
     (GOOD_SFT, {"warmup_steps": -1}, "warmup_steps must not be negative"),
     (GOOD_SFT, {"scratch": Scratch(width=30)}, "multiple of scratch.heads"),
     (GOOD_SFT, {"scratch": Scratch(vocab_size=258)}, "at least 259"),
@@ -48,6 +49,8 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (DemoConfig(), {"text": "mine.txt"}, "--text needs --reward"),
     (DemoConfig(), {"evaluation_prompts": 0}, "evaluation_prompts must be positive"),
     (DemoConfig(), {"ppo": PPOConfig(updates=0)}, "updates must be positive"),
+    (DemoConfig(), {"sft": SFTConfig(seed=1)}, "the demo sets the seed of its stages itself"),
+    (DemoConfig(), {"ppo": PPOConfig(critic="c")}, "the demo sets the critic of its stages"),
 ]
 
 

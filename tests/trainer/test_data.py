@@ -18,6 +18,7 @@ from trainer.data import (
     read_rows,
     shuffled,
     stop_ids,
+    write_rows,
 )
 
 TEMPLATE = (
@@ -161,6 +162,13 @@ def test_bad_files(tmp_path: Path, content: str, sentence: str) -> None:
     path.write_text(content)
     with pytest.raises(UserError, match=sentence):
         read_rows(str(path), "prompt", "text")
+
+
+def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
+    """Not at the other characters that Unicode calls line breaks; they may stand in a text."""
+    rows = [{"text": "a\u2028b\x85c"}, {"text": "d"}]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    assert read_rows(str(tmp_path / "rows.jsonl"), "text") == rows
 
 
 def test_missing_file(tmp_path: Path) -> None:

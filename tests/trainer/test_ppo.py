@@ -196,6 +196,7 @@ def test_the_kl_in_the_loss_pulls_to_the_reference(ppo_config: PPOConfig, models
             {"objective/kl_per_token": 0.22},
             0.1 * (1 + 0.1 * 50 / 1000),
         ),
+        ({"kl_target_per_token": 0.2}, {}, 0.1),  # nothing was kept to learn from
         ({}, {"objective/kl": 99.0}, 0.1),
     ],
 )
