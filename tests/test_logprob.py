@@ -216,13 +216,24 @@ def test_L1_first_tile_all_forbidden(backend: str, dtype: torch.dtype) -> None:
 def test_L3_entropy_over_the_support(backend: str, dtype: torch.dtype, options: str) -> None:
     logits, ids = draw((6,), V, dtype, V - 4)
     forbidden = torch.rand(6, V) < 0.7
-    forbidden[torch.arange(5), ids[:5]] = False
-    forbidden[5, ids[5]] = True  # the last token itself is forbidden
-    forbidden[5, ids[5] - 1] = False
-    logits = logits.masked_fill(forbidden, -INF)
-    out = check(logits, ids, **OPTIONS[options](ids))
-    assert out.logprobs[5] == -INF
-    assert out.logprobs[:5].isfinite().all()
+    forbidden[torch.arange(6), ids] = False
+    out = check(logits.masked_fill(forbidden, -INF), ids, **OPTIONS[options](ids))
+    assert out.logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_forbidden_token(backend: str, dtype: torch.dtype, softcap: float | None) -> None:
+    """Its log-prob is -inf; the entropy and the other rows are what they were."""
+    logits, ids = draw((3,), V, dtype)
+    clean = selected_logprobs_with_entropy(logits, ids, softcap=softcap)
+    logits[1, ids[1]] = -INF
+    x = leaf(logits)
+    out = selected_logprobs_with_entropy(x, ids, softcap=softcap)
+    (g,) = grads(out, [x], [torch.ones(3)] * 2)
+    assert out.logprobs[1] == -INF and g.isfinite().all()
+    assert torch.equal(out.logprobs[::2], clean.logprobs[::2])
+    exact = oracle.logprobs(logits, ids, softcap=softcap)[1]
+    assert torch.allclose(out.entropy.double(), exact, atol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -552,19 +563,21 @@ def test_inplace_backward_of_a_slice_leaves_the_rest(backend: str) -> None:
     assert torch.equal(base[:, -1], kept)
 
 
-def test_inplace_backward_of_expanded_logits(backend: str) -> None:
-    """Refused, or a storage of their own: rows that share memory can't hold one gradient each."""
-    source, ids = torch.randn(1, 7), torch.tensor([1, 2, 3])
-    row = leaf(source)
-    (expected,) = torch.autograd.grad(selected_logprobs(row.expand(3, 7), ids).sum(), row)
-    row = leaf(source)
+@pytest.mark.parametrize("kind", ["expanded", "overlapping"])
+def test_inplace_backward_of_rows_that_share_memory(backend: str, kind: str) -> None:
+    """Refused, or a storage of their own: what two rows share can't hold a gradient for each."""
+    size, stride = ((3, 7), (0, 1)) if kind == "expanded" else ((3, 7), (2, 1))
+    source, ids = torch.randn(11), torch.tensor([1, 2, 3])
+    dense = leaf(source.as_strided(size, stride))
+    (expected,) = torch.autograd.grad(selected_logprobs(dense, ids).sum(), dense)
+    logits = (leaf(source) * 1).as_strided(size, stride)
     try:
-        lp = selected_logprobs((row * 1).expand(3, 7), ids, inplace_backward=True)
-        (g,) = torch.autograd.grad(lp.sum(), row)
+        lp = selected_logprobs(logits, ids, inplace_backward=True)
+        (g,) = torch.autograd.grad(lp.sum(), logits)
     except (ValueError, RuntimeError) as error:
         assert "inplace_backward" in str(error)
     else:
-        assert torch.allclose(g, expected, atol=1e-6)
+        assert torch.equal(g, expected)
 
 
 # Autograd -----------------------------------------------------------------------------------------
