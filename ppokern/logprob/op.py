@@ -64,7 +64,7 @@ def _gradient(
     inplace: bool = False,
 ) -> Tensor:
     kernel = _backend.select("selected_logprobs", KERNELS, backend, logits.device, logprobs.dtype)
-    inplace = inplace and 0 not in logits.stride()  # expanded logits have no storage of their own
+    inplace = inplace and not _overlaps(logits)
     out = logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
     if inplace:
         torch.autograd.graph.increment_version(logits)
@@ -81,6 +81,16 @@ def _gradient(
         saved,
         out,
     )
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Return whether elements share memory, as in an expanded tensor."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def _gradient_fake(grad_logprobs: Any, grad_entropy: Any, logits: Tensor, *rest: Any) -> Tensor:
@@ -218,7 +228,7 @@ def selected_logprobs(
         softcap: above 0, in logits; None = none.
         vocab_size: columns from there on are padding: outside the sum, without gradient.
         inplace_backward: let the gradient take the storage of `logits` and raise its version.
-            Expanded logits, and a graph under `torch.compile`, take new storage.
+            Overlapping logits (expanded ones), and a graph under `torch.compile`, take new storage.
 
     Returns:
         ``(...)``, nats, float32 (float64 where a tensor is).
