@@ -68,7 +68,7 @@ def read_metrics(folder: Path) -> Rows:
 
 def draw(rows: Rows, earlier: dict[str, Rows], path: Path) -> None:
     """Draws all curves into one picture."""
-    figure, axes = pyplot.subplots(2, 5, figsize=(20, 7), layout="constrained")
+    figure, axes = pyplot.subplots(3, 4, figsize=(16, 9), layout="constrained")
     panels = iter(axes.flat)
     for stage, stage_rows in earlier.items():
         title, name = BEFORE[stage]
@@ -121,11 +121,15 @@ def label(panel: Axes, title: str, below: str) -> None:
 
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; margin: 2em auto; max-width: 76em;
-padding: 0 1em } h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em } img { width: 100%
-} table { border-collapse: collapse; width: 100% } td, th { border-bottom: 1px solid #d8dee4;
-padding: .4em .8em .4em 0; text-align: left; vertical-align: top } td.number { font-variant-numeric:
-tabular-nums; white-space: nowrap } .facts { width: auto } small { color: #656d76; display: block }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24 }
+body { margin: 2em auto; max-width: 76em; padding: 0 1em }
+h1 { font-size: 1.5em }
+h2 { font-size: 1.15em; margin-top: 2em }
+img { width: 100% }
+table { border-collapse: collapse }
+td, th { border-bottom: 1px solid #d8dee4; padding: .4em 1.5em .4em 0 }
+td, th { text-align: left; vertical-align: top }
+small { color: #656d76; display: block }
 """
 
 
@@ -133,11 +137,6 @@ def html(
     name: str, picture: str, summary: dict[str, Any], samples: Sequence[dict[str, Any]]
 ) -> str:
     """The page. All that a model or a user wrote is escaped."""
-    facts = "".join(
-        f"<tr><td>{escape(key)}<td class=number>{value:.4g}"
-        for key, value in summary.items()
-        if value is not None
-    )
     texts = "".join(
         f"<tr><td>{escape(row['before']['prompt'])}{response(row['before'])}{response(row['after'])}"
         for row in samples
@@ -147,11 +146,26 @@ def html(
 <h1>{escape(name)}</h1>
 <img alt="Curves of the run" src="data:image/png;base64,{picture}">
 <h2>Summary</h2>
-<table class="facts">{facts}</table>
+<table>{facts(summary)}</table>
 <h2>The same prompts before and after</h2>
 <table><tr><th>prompt<th>before<th>after{texts}</table>
 </html>
 """
+
+
+def facts(summary: dict[str, Any]) -> str:
+    """Rows of numbers; what has a before and an after stands in one."""
+    rows = []
+    for key, value in summary.items():
+        name, _, side = key.rpartition("_")
+        if side == "before":
+            key, values = f"{name}, before and after", [value, summary[f"{name}_after"]]
+        else:
+            values = [value]
+        if side != "after" and None not in values:
+            cells = "".join(f"<td>{value:.4g}" for value in values)
+            rows.append(f"<tr><td>{escape(key)}{cells}")
+    return "".join(rows)
 
 
 def response(sample: dict[str, Any]) -> str:
