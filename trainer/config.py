@@ -301,7 +301,7 @@ class DemoConfig:
     """First stage."""
     reward_model: RewardConfig = field(default_factory=RewardConfig)
     """Second stage, left out where there is a `reward`."""
-    ppo: PPOConfig = field(default_factory=PPOConfig)
+    ppo: PPOConfig = field(default_factory=lambda: PPOConfig(prompt_tokens=2))
     """Third stage."""
 
     def check(self) -> None:
@@ -311,6 +311,15 @@ class DemoConfig:
             "--text needs --reward FILE.py:name: own text has no preferences to learn from",
         )
         _positive(self, "evaluation_prompts")
+        context = self.sft.scratch.context_tokens
+        require(
+            self.reward_model.max_tokens <= context,
+            f"reward_model.max_tokens is {self.reward_model.max_tokens}, the context {context}",
+        )
+        require(
+            0 < (self.ppo.prompt_tokens or 0) < self.ppo.longest_prompt(context),
+            "ppo.prompt_tokens must be positive, and leave room for max_new_tokens in the context",
+        )
         for given, made in zip((self.sft, self.reward_model, self.ppo), self.stages(), strict=True):
             for name in OF_THE_DEMO:
                 same = getattr(given, name, None) == getattr(type(given)(), name, None)

@@ -85,6 +85,8 @@ def read_prompts(
     encode = Encoder(tokenizer, rows, key)
     starts, values = [encode.start(row[key]) for row in rows], [row[key] for row in rows]
     if prompt_tokens is not None:
+        texts = all(isinstance(value, str) for value in values)
+        require(texts, f"{path}: prompt_tokens takes the beginning of a text, not of messages")
         starts = [ids[: prompt_tokens + (ids[0] == encode.bos)] for ids in starts]
         values = tokenizer.batch_decode(starts, skip_special_tokens=True)
     columns = [{name: row[name] for name in row if name != key} for row in rows]
@@ -121,10 +123,10 @@ def read_rows(path: str, *keys: str) -> list[Row]:
         except json.JSONDecodeError as error:
             raise UserError(f"{path}, line {number}: not JSON ({error.msg})") from None
         fits = isinstance(row, dict) and any(
-            all(key in row for key in group.split()) for group in keys
+            all(isinstance(row.get(key), str | list) for key in group.split()) for group in keys
         )
-        needed = " or ".join(map(repr, keys))
-        require(fits, f"{path}, line {number}: needs the keys {needed}, got {_shown(row)}")
+        needed = f"needs {' or '.join(map(repr, keys))}, texts or lists of messages"
+        require(fits, f"{path}, line {number}: {needed}; got {_shown(row)}")
         rows.append(row)
     require(bool(rows), f"{path} is empty")
     return rows

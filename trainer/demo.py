@@ -64,6 +64,7 @@ def run(config: DemoConfig) -> dict[str, Any]:
     run_dir = Path(config.run_dir)
     if config.text:
         texts = own_texts(config.text)
+        require(len(texts) > 1, f"{config.text}: one text is too few, some are held out")
         make_room(run_dir)
         write_texts(run_dir / "data", texts)
     else:
@@ -201,7 +202,6 @@ def write_texts(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Writes own texts: a tenth of them, 1,000 at most, is held out."""
     rows = random.Random(0).sample(rows, len(rows))
     held = min(max(len(rows) // 10, 1), 1000)
-    require(len(rows) > held, "one text is too few: some must be held out")
     write_rows(folder / "train.jsonl", rows[held:])
     write_rows(folder / "heldout.jsonl", rows[:held])
 

@@ -48,9 +48,13 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (GOOD_REWARD, {"pairs_per_step": 0}, "pairs_per_step must be positive"),
     (DemoConfig(), {"text": "mine.txt"}, "--text needs --reward"),
     (DemoConfig(), {"evaluation_prompts": 0}, "evaluation_prompts must be positive"),
-    (DemoConfig(), {"ppo": PPOConfig(updates=0)}, "updates must be positive"),
+    (DemoConfig(), {"ppo": PPOConfig(updates=0, prompt_tokens=2)}, "updates must be positive"),
     (DemoConfig(), {"sft": SFTConfig(seed=1)}, "the demo sets the seed of its stages itself"),
-    (DemoConfig(), {"ppo": PPOConfig(critic="c")}, "the demo sets the critic of its stages"),
+    (
+        DemoConfig(),
+        {"ppo": PPOConfig(critic="c", prompt_tokens=2)},
+        "the demo sets the critic of its stages",
+    ),
 ]
 
 

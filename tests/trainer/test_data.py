@@ -121,6 +121,12 @@ def test_prompt_tokens_do_not_count_the_bos(words: Any, tmp_path: Path) -> None:
     assert (tokens(prompt.ids), prompt.value, prompt.columns) == ("<s>ab", "ab", {"stars": 5})
 
 
+def test_prompt_tokens_of_messages_are_refused(words: Any, tmp_path: Path) -> None:
+    path = file(tmp_path, {"text": [{"role": "user", "content": "a"}]})
+    with pytest.raises(UserError, match="beginning of a text, not of messages"):
+        read_prompts(path, words, 2, 99)
+
+
 def test_template_that_rewrites_the_prompt_is_refused(words: Any, tmp_path: Path) -> None:
     words.chat_template = (
         "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -153,8 +159,9 @@ def test_long_rows_are_left_out_and_counted(
         ("", "is empty"),
         ("\n", "is empty"),
         ("{", "line 1: not JSON"),
-        ('{"text": "a"}\n{"txt": "b"}', r"line 2: needs the keys 'prompt' or 'text', got the keys"),
-        ("[1]", "line 1: needs the keys"),
+        ('{"text": "a"}\n{"txt": "b"}', r"line 2: needs 'prompt' or 'text'.* got the keys"),
+        ('{"text": 5}', "line 1: needs 'prompt' or 'text', texts or lists of messages"),
+        ("[1]", "line 1: needs 'prompt' or 'text'"),
     ],
 )
 def test_bad_files(tmp_path: Path, content: str, sentence: str) -> None:

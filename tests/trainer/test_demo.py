@@ -102,7 +102,7 @@ def test_a_folder_that_is_no_demo_is_left_alone(
     [
         ("mine.txt", "", "is empty"),
         ("mine.txt", "one\n", "one text is too few"),
-        ("mine.jsonl", '{"txt": "a"}\n', "line 1: needs the keys 'text'"),
+        ("mine.jsonl", '{"txt": "a"}\n', "line 1: needs 'text'"),
         ("none.txt", None, "is not a file"),
     ],
 )
