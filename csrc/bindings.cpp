@@ -1,11 +1,13 @@
 // The module ppokern._native: one line per function. A tensor arrives as (address, sequence stride,
-// step stride), so that nothing here knows of torch.
+// step stride), logits as (address, address of row offsets, row stride), so that nothing here knows
+// of torch.
 
 #include <pybind11/pybind11.h>
 
 #include <tuple>
 
 #include "gae/gae.h"
+#include "logprob/logprob.h"
 
 namespace py = pybind11;
 using namespace ppokern;
@@ -17,6 +19,17 @@ struct py::detail::type_caster<View<T>> {
   bool load(handle source, bool) {
     const auto [address, sequence, step] = source.cast<std::tuple<uintptr_t, int64_t, int64_t>>();
     value = {reinterpret_cast<T*>(address), sequence, step};
+    return true;
+  }
+};
+
+template <>
+struct py::detail::type_caster<Rows> {
+  PYBIND11_TYPE_CASTER(Rows, const_name("tuple[int, int, int]"));
+
+  bool load(handle source, bool) {
+    const auto [data, offsets, stride] = source.cast<std::tuple<uintptr_t, uintptr_t, int64_t>>();
+    value = {reinterpret_cast<void*>(data), reinterpret_cast<const int64_t*>(offsets), stride};
     return true;
   }
 };
@@ -38,5 +51,13 @@ PYBIND11_MODULE(_native, m) {
   m.def("gae",
         takes<Floats, Floats, Bools, Bools, Bools, Floats, Floats, Output, Output, Ints, int64_t,
               int64_t, float, float, bool, int>(&gae_cpu),
+        release);
+  m.def("logprob_forward",
+        takes<Rows, int, Ints, Bools, Floats, float, int64_t, int64_t, int, Output, Output, Output,
+              Output>(&logprob_forward_cpu),
+        release);
+  m.def("logprob_backward",
+        takes<Rows, int, Ints, Bools, Floats, float, int64_t, int64_t, int, Floats, Floats, Floats,
+              Floats, Floats, Floats, Rows, int64_t, bool>(&logprob_backward_cpu),
         release);
 }

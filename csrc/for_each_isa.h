@@ -5,7 +5,9 @@
 // is compiled for an instruction set that the machine may lack. PPOKERN_LANES tells the sets
 // apart, since g++ 12 defines no __AVX512F__ in a target region.
 
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -35,7 +37,7 @@
 
 #if defined(__x86_64__)
 
-PPOKERN_BEGIN_TARGET("avx2")
+PPOKERN_BEGIN_TARGET("avx2,fma,f16c")
 #define PPOKERN_ISA avx2
 #define PPOKERN_LANES 8
 #include "lanes.h"
@@ -45,7 +47,7 @@ PPOKERN_BEGIN_TARGET("avx2")
 #undef PPOKERN_LANES
 PPOKERN_END_TARGET
 
-PPOKERN_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl")
+PPOKERN_BEGIN_TARGET("fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 #define PPOKERN_ISA avx512
 #define PPOKERN_LANES 16
 #include "lanes.h"

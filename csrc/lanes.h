@@ -10,6 +10,7 @@ namespace {
 constexpr int kLanes = PPOKERN_LANES;
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Mask __attribute__((vector_size(4 * kLanes)));  // -1 (True) or 0 in each lane
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
 
 inline Lanes load(const float* from) {
   Lanes x;
@@ -30,9 +31,185 @@ inline Mask load(const uint8_t* from) {
 inline void store(float* to, Lanes x) { std::memcpy(to, &x, sizeof x); }
 
 inline bool any(Mask mask) {
-  bool any = false;
-  for (int lane = 0; lane < kLanes; ++lane) any |= mask[lane] != 0;
-  return any;
+#if PPOKERN_LANES == 16
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif PPOKERN_LANES == 8
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  return mask[0] | mask[1] | mask[2] | mask[3];
+#endif
+}
+
+inline Lanes broadcast(float x) { return Lanes{} + x; }
+
+// a * b + c, rounded once where there is an instruction for it.
+inline Lanes fma(Lanes a, Lanes b, Lanes c) {
+#if PPOKERN_LANES == 16
+  return _mm512_fmadd_ps(a, b, c);
+#elif PPOKERN_LANES == 8
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// The larger one of x and a negative number, x if that is NaN.
+inline Lanes at_least(Lanes x, float low) {
+#if PPOKERN_LANES == \
+    16  // without the units that add and multiply: as an unsigned number -inf is large
+  return (Lanes)_mm512_maskz_min_epu32(0xffff, (__m512i)x, (__m512i)broadcast(low));
+#elif PPOKERN_LANES == 8
+  return (Lanes)_mm256_min_epu32((__m256i)x, (__m256i)broadcast(low));
+#else
+  return x < low ? broadcast(low) : x;
+#endif
+}
+
+// The second one if either is NaN.
+inline Lanes max(Lanes a, Lanes b) {
+#if PPOKERN_LANES == 16
+  return _mm512_maskz_max_ps(0xffff, a, b);
+#elif PPOKERN_LANES == 8
+  return _mm256_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// scale * 2^x: 2^x is exact for integers, 0 below -126, inf from 128 on, else of a relative error
+// of 1.5e-7. A polynomial, minimax on [0, 1] with value 1 at 0, of the distance from the integer
+// below.
+struct Exp2 {
+  Lanes c0, c1, c2, c3, c4, c5;
+
+  explicit Exp2(float scale = 1)
+      : c0(broadcast(scale)),
+        c1(broadcast(scale * 0x1.62e4bap-1f)),
+        c2(broadcast(scale * 0x1.ebdb56p-3f)),
+        c3(broadcast(scale * 0x1.c91ce6p-5f)),
+        c4(broadcast(scale * 0x1.277854p-7f)),
+        c5(broadcast(scale * 0x1.e974fep-10f)) {}
+
+  // Of several vectors in step: the instructions of one wait for each other, and behind them a
+  // processor does not look far for others.
+  template <int kCount>
+  PPOKERN_INLINE void operator()(Lanes (&x)[kCount]) const {
+    Lanes fraction[kCount], power[kCount];
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) {
+#if PPOKERN_LANES == 16
+      fraction[i] = _mm512_maskz_reduce_ps(0xffff, x[i], _MM_FROUND_TO_NEG_INF);
+#else
+      x[i] = x[i] < -127.0f ? broadcast(-127.0f) : x[i] > 128.0f ? broadcast(128.0f) : x[i];
+#if PPOKERN_LANES == 8
+      const Lanes below = _mm256_floor_ps(x[i]);
+#else
+      const Lanes nearest = (x[i] + 0x1.8p23f) - 0x1.8p23f;
+      const Lanes below = nearest > x[i] ? nearest - 1.0f : nearest;
+#endif
+      fraction[i] = x[i] - below;
+      x[i] = (Lanes)((Bits)(below + (0x1.8p23f + 127)) << 23);  // its lowest bits: the exponent's
+#endif
+      power[i] = c5;
+    }
+    horner(power, fraction, c4);
+    horner(power, fraction, c3);
+    horner(power, fraction, c2);
+    horner(power, fraction, c1);
+    horner(power, fraction, c0);
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) {
+#if PPOKERN_LANES == 16
+      x[i] = _mm512_maskz_scalef_ps(0xffff, power[i], x[i]);
+#else
+      x[i] *= power[i];
+#endif
+    }
+  }
+
+ private:
+  template <int kCount>
+  PPOKERN_INLINE static void horner(Lanes (&power)[kCount], const Lanes (&x)[kCount], Lanes c) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) power[i] = fma(power[i], x[i], c);
+  }
+};
+
+inline Lanes exp2(Lanes x) {
+  Lanes one[] = {x};
+  Exp2()(one);
+  return one[0];
+}
+
+inline Lanes tanh(Lanes x) {
+  const Lanes square = x * x;  // near 0 an odd polynomial, minimax on [-.625, .625]
+  Lanes near = broadcast(-0.005704984534531832f);
+  near = fma(near, square, broadcast(0.0206390842795372f));
+  near = fma(near, square, broadcast(-0.05373971536755562f));
+  near = fma(near, square, broadcast(0.13331441581249237f));
+  near = fma(near, square, broadcast(-0.3333328068256378f));
+  near = fma(near * square, x, x);
+  const float log2e = 1.44269504088896f;
+  const Lanes size = x < 0 ? -x : x;
+  const Lanes decayed = exp2(size * (-2 * log2e));
+  const Lanes far = (1.0f - decayed) / (1.0f + decayed);
+  return size < 0.625f ? near : x < 0 ? -far : far;
+}
+
+// Two vectors at a time: of bfloat16 those at even and those at odd places.
+inline void load_pair(const float* from, Lanes* to) {
+  to[0] = load(from);
+  to[1] = load(from + kLanes);
+}
+
+inline void load_pair(const Bf16* from, Lanes* to) {
+  Bits x;
+  std::memcpy(&x, from, sizeof x);
+  to[0] = (Lanes)(x << 16);
+  to[1] = (Lanes)(x & 0xffff0000);
+}
+
+inline void load_pair(const Fp16* from, Lanes* to) {
+#if PPOKERN_LANES == 16
+  to[0] = _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)from));
+  to[1] = _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)(from + kLanes)));
+#elif PPOKERN_LANES == 8
+  to[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+  to[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + kLanes)));
+#else
+  float wide[2 * kLanes];
+  for (int i = 0; i < 2 * kLanes; ++i) wide[i] = widen(from[i]);
+  load_pair(wide, to);
+#endif
+}
+
+inline void store_pair(float* to, const Lanes* x) {
+  store(to, x[0]);
+  store(to + kLanes, x[1]);
+}
+
+// To nearest, ties to even; the lower half of a NaN must be empty.
+inline void store_pair(Bf16* to, const Lanes* x) {
+  const Bits first = (Bits)x[0] + 0x7fff + ((Bits)x[0] >> 16 & 1);
+  const Bits second = (Bits)x[1] + 0x7fff + ((Bits)x[1] >> 16 & 1);
+  const Bits bits = first >> 16 | (second & 0xffff0000);
+  std::memcpy(to, &bits, sizeof bits);
+}
+
+inline void store_pair(Fp16* to, const Lanes* x) {
+#if PPOKERN_LANES == 16
+  _mm256_storeu_si256((__m256i*)to, _mm512_maskz_cvtps_ph(0xffff, x[0], _MM_FROUND_TO_NEAREST_INT));
+  _mm256_storeu_si256((__m256i*)(to + kLanes),
+                      _mm512_maskz_cvtps_ph(0xffff, x[1], _MM_FROUND_TO_NEAREST_INT));
+#elif PPOKERN_LANES == 8
+  _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(x[0], _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)(to + kLanes), _mm256_cvtps_ph(x[1], _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int lane = 0; lane < kLanes; ++lane) {
+    to[lane] = narrow<Fp16>(x[0][lane]);
+    to[kLanes + lane] = narrow<Fp16>(x[1][lane]);
+  }
+#endif
 }
 
 // Lanes by number, first those of a, then those of b.
@@ -43,6 +220,19 @@ inline V shuffle(V a, V b) {
 #else
   return __builtin_shuffle(a, b, Mask{kFrom...});
 #endif
+}
+
+// All lanes in one: the upper half to the lower, and so on.
+template <int kHalf, class Take, int... kLane>
+inline Lanes fold(Lanes x, Take take, std::integer_sequence<int, kLane...> lanes) {
+  x = take(x, shuffle<(kLane ^ kHalf)...>(x, x));
+  if constexpr (kHalf > 1) x = fold<kHalf / 2>(x, take, lanes);
+  return x;
+}
+
+template <class Take>
+inline float reduce(Lanes x, Take take) {
+  return fold<kLanes / 2>(x, take, std::make_integer_sequence<int, kLanes>())[0];
 }
 
 template <int kBlock, class V, int... kLane>

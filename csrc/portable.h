@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -13,6 +14,8 @@
 #else
 #define PPOKERN_HOST_DEVICE
 #endif
+
+#define PPOKERN_INLINE inline __attribute__((always_inline))
 
 namespace ppokern {
 
@@ -28,6 +31,79 @@ struct View {
   }
 };
 
+// The rows of a tensor (..., V) whose last stride is 1: at a fixed stride in elements, or where its
+// leading strides allow none, each at an offset of its own.
+struct Rows {
+  void* data;
+  const int64_t* offsets;  // absent: stride
+  int64_t stride;
+
+  template <class T>
+  T* at(int64_t row) const {
+    return static_cast<T*>(data) + (offsets ? offsets[row] : row * stride);
+  }
+};
+
+// The upper half of a float.
+struct Bf16 {
+  uint16_t bits;
+};
+
+// IEEE binary16.
+struct Fp16 {
+  uint16_t bits;
+};
+
+template <class To, class From>
+inline To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline float widen(float x) { return x; }
+
+inline float widen(Bf16 x) { return bit_cast<float>(uint32_t{x.bits} << 16); }
+
+inline float widen(Fp16 x) {
+  const uint32_t sign = uint32_t{x.bits} >> 15 << 31, rest = x.bits & 0x7fff;
+  if (rest < 0x0400) {  // subnormal: a multiple of 2^-24
+    return bit_cast<float>(sign | bit_cast<uint32_t>(static_cast<float>(rest) * 0x1p-24f));
+  }
+  return bit_cast<float>(sign | ((rest << 13) + (rest < 0x7c00 ? 112u << 23 : 224u << 23)));
+}
+
+// To nearest, ties to even; a NaN stays one.
+template <class T>
+inline T narrow(float x);
+
+template <>
+inline float narrow<float>(float x) {
+  return x;
+}
+
+template <>
+inline Bf16 narrow<Bf16>(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  if (x != x) return {static_cast<uint16_t>(bits >> 16 | 0x40)};
+  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+template <>
+inline Fp16 narrow<Fp16>(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+  uint32_t half;
+  if (rest > 0x7f800000) {
+    half = 0x7e00;
+  } else if (rest < 0x38800000) {  // subnormal: adding .5 rounds to multiples of 2^-24
+    half = bit_cast<uint32_t>(bit_cast<float>(rest) + 0.5f) - 0x3f000000;
+  } else {
+    half = std::min((rest + 0xfff + (rest >> 13 & 1) - (112u << 23)) >> 13, 0x7c00u);
+  }
+  return {static_cast<uint16_t>(sign | half)};
+}
+
 enum class Isa { kDefault, kAvx2, kAvx512 };
 
 inline Isa best_isa() {
@@ -36,13 +112,17 @@ inline Isa best_isa() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     return Isa::kAvx512;
   }
-  if (__builtin_cpu_supports("avx2")) return Isa::kAvx2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    return Isa::kAvx2;
+  }
 #endif
   return Isa::kDefault;
 }
 
 // The instruction set of the kernels: the machine's best, or a lower one that the environment
-// names when it is first asked for. Results are the same to the bit; tests compare them.
+// names when it is first asked for. Advantages are the same to the bit on all of them; log-probs
+// differ by rounding, since they use fused multiply-adds where there are some.
 inline Isa isa() {
   static const Isa chosen = [] {
     const char* named = std::getenv("PPOKERN_CPU_CAPABILITY");

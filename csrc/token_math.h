@@ -6,6 +6,45 @@
 namespace ppokern::PPOKERN_ISA {
 namespace {
 
+// softcap * tanh(logit / softcap); a forbidden token (-inf) stays forbidden.
+// Gemma 2 (2024), section 2.
+template <class F>
+inline F softcap_logit(F logit, float softcap) {
+  return logit == -std::numeric_limits<float>::infinity() ? logit : softcap * tanh(logit / softcap);
+}
+
+// 1 - tanh(logit / softcap)^2.
+template <class F>
+inline F softcap_slope(F logit, float softcap) {
+  const F t = tanh(logit / softcap);
+  return 1 - t * t;
+}
+
+// (logit - row_max) / temperature: in this order extreme logits stay exact. The factor is
+// 1 / temperature; times log2(e), the result is in bits.
+template <class F>
+PPOKERN_HOST_DEVICE inline F tempered_logit(F logit, F row_max, F factor) {
+  return (logit - row_max) * factor;
+}
+
+// 1 - exp(logprob): the slope of a token's log-prob in its own logit, exact near 0.
+template <class F>
+PPOKERN_HOST_DEVICE inline F own_logprob_slope(F logprob) {
+  return -std::expm1(logprob);
+}
+
+// -prob * logprob, added to a total; 0 log 0 = 0, for which any finite log-prob will do.
+template <class F>
+PPOKERN_HOST_DEVICE inline F entropy_term(F prob, F logprob, F total) {
+  return fma(-prob, at_least(logprob, -1e4f), total);
+}
+
+// -prob * (logprob + entropy), the slope of a row's entropy in one of its logits.
+template <class F>
+PPOKERN_HOST_DEVICE inline F entropy_slope(F prob, F logprob, F entropy) {
+  return -prob * ((prob == 0 ? F{} : logprob) + entropy);
+}
+
 // r_t + gamma V(s_{t+1}) - V(s_t); next_value is 0 where nothing is bootstrapped.
 // Schulman et al. 2016 (arXiv 1506.02438), equation 10.
 template <class F>

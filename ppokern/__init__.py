@@ -1,6 +1,6 @@
 """ppokern: fused kernels for the inner loop of reinforcement learning from human feedback."""
 
-from ppokern._backend import available_backends, use_backend
+from ppokern._backend import available_backends, cpu_capability, use_backend
 from ppokern._check import set_validation
 from ppokern.gae.op import Advantages, gae, whiten
 from ppokern.linear.loss import linear_ppo_loss
@@ -19,6 +19,7 @@ __all__ = [
     "Packed",
     "ShapedRewards",
     "available_backends",
+    "cpu_capability",
     "gae",
     "kl_estimate",
     "linear_ppo_loss",

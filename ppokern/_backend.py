@@ -36,6 +36,15 @@ def available_backends() -> tuple[str, ...]:
     return ("torch", "cpu") if native is not None else ("torch",)
 
 
+def cpu_capability() -> str | None:
+    """Return the instruction set of the C++ kernels, None where they were not built.
+
+    ``"avx512"``, ``"avx2"`` or ``"default"``: the machine's best, or the one that
+    ``PPOKERN_CPU_CAPABILITY`` names.
+    """
+    return None if native is None else native.cpu_capability()
+
+
 def _check_name(source: str, name: str) -> str:
     if name not in NAMES:
         raise ValueError(f"{source}: expected one of {NAMES}, got {name!r}")
@@ -90,12 +99,8 @@ def select(
     Raises:
         ValueError: the backend asked for cannot do this call.
     """
-    able = [
-        known
-        for known in kernels
-        if known in available_backends()
-        and (known == "torch" or (device.type == "cpu" and dtype in _NATIVE_DTYPES))
-    ]
+    cpu = native is not None and device.type == "cpu" and dtype in _NATIVE_DTYPES
+    able = [known for known in kernels if known == "torch" or (known == "cpu" and cpu)]
     if not name:
         return kernels[able[-1]]  # a table is in the order of speed
     if name not in able:

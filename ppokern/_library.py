@@ -72,16 +72,29 @@ def register(
     op.register_autograd(
         lambda ctx, *grads: differentiate(True, ctx, *grads), setup_context=setup_context
     )
+
+    def forward_eagerly(ctx: Any, *inputs: Any) -> Any:
+        # a `setup_context` of its own would have torch bind the signature anew for each call
+        output = forward(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
     function = type(
         name,
         (torch.autograd.Function,),
         {
-            "forward": staticmethod(forward),
-            "setup_context": staticmethod(setup_context),
+            "forward": staticmethod(forward_eagerly),
             "backward": staticmethod(lambda ctx, *grads: differentiate(False, ctx, *grads)),
         },
     )
-    return _by_mode(op, function.apply)
+
+    def eager(*inputs: Any) -> Any:
+        learns = torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in inputs
+        )
+        return function.apply(*inputs) if learns else forward(*inputs)
+
+    return _by_mode(op, eager)
 
 
 _SCHEMA_TYPES = {

@@ -1,6 +1,7 @@
 """The C++ kernels. A tensor is (address, sequence stride, step stride), an absent one (0, 0, 0)."""
 
 View = tuple[int, int, int]
+Rows = tuple[int, int, int]  # address, address of the rows' offsets or 0, row stride
 
 def cpu_capability() -> str: ...
 def gae(
@@ -22,3 +23,40 @@ def gae(
     threads: int,
     /,
 ) -> bool: ...
+def logprob_forward(
+    logits: Rows,
+    type: int,
+    token_ids: View,
+    mask: View,
+    temperature: View,
+    softcap: float,
+    rows: int,
+    vocab_size: int,
+    threads: int,
+    logprobs: View,
+    entropy: View,
+    maxima: View,
+    log_sums: View,
+    /,
+) -> None: ...
+def logprob_backward(
+    logits: Rows,
+    type: int,
+    token_ids: View,
+    mask: View,
+    temperature: View,
+    softcap: float,
+    rows: int,
+    vocab_size: int,
+    threads: int,
+    grad_logprobs: View,
+    grad_entropy: View,
+    logprobs: View,
+    entropy: View,
+    maxima: View,
+    log_sums: View,
+    out: Rows,
+    width: int,
+    compact: bool,
+    /,
+) -> None: ...

@@ -251,7 +251,8 @@ def linear_ppo_loss(
         )  # fmt: skip
         valid = taken(ids, mask).view(ids.shape)
         entropy = entropy if with_entropy else None
-        return run(x._replace(logprobs=logprobs, entropy=entropy, mask=valid), o)
+        x = x._replace(logprobs=logprobs, entropy=entropy, mask=valid)
+        return run(x, o, other=True)  # a backend is that of the row passes
     h = HeadInputs(hidden, weight, bias, ids, at)
     how = HeadOptions(cap, size, max_logits_bytes, with_entropy, compact, *needs)
     backend = _backend.named() if not torch.compiler.is_compiling() else ""

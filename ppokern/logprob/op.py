@@ -7,9 +7,9 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from ppokern import _backend, _check, _library
-from ppokern.logprob import reference
+from ppokern.logprob import kernel_native, reference
 
-KERNELS = {"torch": reference}
+KERNELS = {"torch": reference, "cpu": kernel_native}
 
 
 class LogProbs(NamedTuple):
