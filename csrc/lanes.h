@@ -190,9 +190,22 @@ inline void store_pair(float* to, const Lanes* x) {
 
 // To nearest, ties to even; the lower half of a NaN must be empty.
 inline void store_pair(Bf16* to, const Lanes* x) {
+#if PPOKERN_LANES == 4
   const Bits first = (Bits)x[0] + 0x7fff + ((Bits)x[0] >> 16 & 1);
   const Bits second = (Bits)x[1] + 0x7fff + ((Bits)x[1] >> 16 & 1);
   const Bits bits = first >> 16 | (second & 0xffff0000);
+#else  // the same for the halves of both: what low + 0x7fff + (high & 1) carries
+  const Bits high = (Bits)x[0] >> 16 | ((Bits)x[1] & 0xffff0000);
+  const Bits low = ((Bits)x[0] & 0xffff) | (Bits)x[1] << 16;
+  const Bits odd = (high & 0x00010001) | 0x7ffe7ffe;
+#if PPOKERN_LANES == 16
+  const Bits carry = (Bits)_mm512_maskz_srli_epi16(
+      0xffffffff, _mm512_maskz_avg_epu16(0xffffffff, (__m512i)low, (__m512i)odd), 15);
+#else
+  const Bits carry = (Bits)_mm256_srli_epi16(_mm256_avg_epu16((__m256i)low, (__m256i)odd), 15);
+#endif
+  const Bits bits = high + carry;
+#endif
   std::memcpy(to, &bits, sizeof bits);
 }
 
