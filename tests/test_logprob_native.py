@@ -168,22 +168,31 @@ def test_every_number_is_read() -> None:
 
 
 def stored() -> list[tuple[Tensor, Tensor]]:
-    """Return gradients in each 16-bit type, and those of the same logits in float32."""
+    """Return gradients in each 16-bit type, and those of the same logits in float32.
+
+    Of two equal logits the gradient is half the incoming one: numbers of the type, the middles
+    between them, and what lies next to those.
+    """
     pairs = []
     for dtype in DTYPES[1:]:
-        torch.manual_seed(1)
-        call = draw(50, 3000, dtype)
-        call.grads *= torch.logspace(-6, 6, 50)
-        saved = call.forward()
-        wide = Call(call.logits.float(), call.ids)
-        wide.grads = call.grads
-        pairs.append((call.backward(saved), wide.backward(saved)))
+        numbers = patterns(dtype).float()
+        numbers = numbers[numbers.abs() < 1e38].sort().values
+        middles = (numbers[1:] + numbers[:-1]) / 2
+        sides = [middles.nextafter(torch.tensor(side)) for side in (-INF, INF)]
+        incoming = 2 * torch.cat([numbers, middles, *sides])
+        grads = []
+        for kind in (dtype, torch.float32):
+            call = Call(torch.zeros(len(incoming), 2, dtype=kind), torch.arange(len(incoming)) % 2)
+            call.grads = torch.stack([incoming, incoming])
+            grads.append(call.backward(call.forward()))
+        pairs.append((grads[0], grads[1]))
     return pairs
 
 
 def assert_stores(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for mine, wide in pairs:
         assert torch.equal(mine, wide.to(mine.dtype))
+        assert wide.unique().numel() > 2**17  # with the middles
 
 
 def test_gradients_are_rounded_once_to_the_nearest_even() -> None:
