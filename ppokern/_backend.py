@@ -1,14 +1,18 @@
 """Which backends exist, and which one a call takes.
 
 A room names its kernels in a table ``{backend name: kernel}``; `select` picks one of them, or says
-why it cannot. Nothing below an op's public function asks which backend it is on.
+why it cannot. Nothing below an op's public function asks which backend it is on. A kernel that
+needs Triton stands in the table by its path, and is imported when it is first used.
 """
 
 import importlib
+import importlib.util
 import os
+import pkgutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from types import ModuleType
 from typing import TypeVar
 
@@ -17,7 +21,7 @@ import torch
 Kernel = TypeVar("Kernel")
 
 NAMES = ("torch", "cpu", "triton", "cuda")
-_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _load_native() -> ModuleType | None:
@@ -28,12 +32,20 @@ def _load_native() -> ModuleType | None:
 
 
 native = _load_native()  # the C++ kernels, None where they were not built
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it once too
 _named: ContextVar[str | None] = ContextVar("ppokern_backend", default=None)
 
 
 def available_backends() -> tuple[str, ...]:
     """Return the names of the backends that this installation can run, `torch` first."""
-    return ("torch", "cpu") if native is not None else ("torch",)
+    cpu = ("cpu",) if native is not None else ()
+    triton = ("triton",) if _has_triton() and (_INTERPRETED or torch.cuda.is_available()) else ()
+    return ("torch", *cpu, *triton)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def cpu_capability() -> str | None:
@@ -49,8 +61,10 @@ def _check_name(source: str, name: str) -> str:
     if name not in NAMES:
         raise ValueError(f"{source}: expected one of {NAMES}, got {name!r}")
     if name not in available_backends():
+        need = " (it needs Triton and CUDA, or TRITON_INTERPRET=1 from the start)"
         raise ValueError(
-            f"{source}: backend {name!r} is not available here; available: {available_backends()}"
+            f"{source}: backend {name!r} is not available here{need if name == 'triton' else ''}; "
+            f"available: {available_backends()}"
         )
     return name
 
@@ -85,13 +99,17 @@ def named() -> str:
 
 
 def select(
-    op: str, kernels: Mapping[str, Kernel], name: str, device: torch.device, dtype: torch.dtype
+    op: str,
+    kernels: Mapping[str, Kernel | str],
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Kernel:
     """Return the kernel of `op` for a device and an arithmetic dtype.
 
     Args:
         op: the public name, for the message.
-        kernels: the room's table.
+        kernels: the room's table; a path, as of `pkgutil.resolve_name`, stands for what is there.
         name: the backend asked for, empty for the default.
         device: where the tensors are.
         dtype: the dtype of the arithmetic.
@@ -99,12 +117,20 @@ def select(
     Raises:
         ValueError: the backend asked for cannot do this call.
     """
-    cpu = native is not None and device.type == "cpu" and dtype in _NATIVE_DTYPES
-    able = [known for known in kernels if known == "torch" or (known == "cpu" and cpu)]
-    if not name:
-        return kernels[able[-1]]  # a table is in the order of speed
-    if name not in able:
+    able = [known for known in kernels if _can(known, name, device, dtype)]
+    if name and name not in able:
         raise ValueError(
             f"{op}: backend {name!r} cannot do {dtype} on {device.type}; can: {', '.join(able)}"
         )
-    return kernels[name]
+    kernel = kernels[name or able[-1]]  # a table is in the order of speed
+    return pkgutil.resolve_name(kernel) if isinstance(kernel, str) else kernel
+
+
+def _can(known: str, name: str, device: torch.device, dtype: torch.dtype) -> bool:
+    if known == "torch":
+        return True
+    if known == "cpu":
+        return native is not None and device.type == "cpu" and dtype in _FAST_DTYPES
+    interpreted = _INTERPRETED and name == "triton"  # slow, so by name only
+    on_device = device.type == "cuda" or (device.type == "cpu" and interpreted)
+    return _has_triton() and on_device and dtype in _FAST_DTYPES

@@ -11,7 +11,11 @@ from ppokern import _backend, _check, _library
 from ppokern._sequences import Sequences
 from ppokern.gae import kernel_native, reference
 
-KERNELS = {"torch": reference.gae, "cpu": kernel_native.gae}
+KERNELS = {
+    "torch": reference.gae,
+    "cpu": kernel_native.gae,
+    "triton": "ppokern.gae.kernel_triton:gae",
+}
 
 
 class Advantages(NamedTuple):

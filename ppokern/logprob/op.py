@@ -9,7 +9,11 @@ from torch import Tensor
 from ppokern import _backend, _check, _library
 from ppokern.logprob import kernel_native, reference
 
-KERNELS = {"torch": reference, "cpu": kernel_native}
+KERNELS = {
+    "torch": reference,
+    "cpu": kernel_native,
+    "triton": "ppokern.logprob.kernel_triton",
+}
 
 
 class LogProbs(NamedTuple):

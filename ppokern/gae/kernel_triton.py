@@ -1,0 +1,224 @@
+"""Advantages in Triton, for every layout without a copy.
+
+Bytes moved per transition: 8 read and 8 written in float32, one more for each of mask and flags,
+four for next values; with a mask each value is read twice, the second time from cache.
+
+The recursion is a composition of affine maps, so a tile of sequences is one associative scan along
+time, from the end backwards; a second one, where there is a mask, carries the next unmasked value
+to where it is needed. Long sequences take several tiles, each with what the one behind it left.
+The scan runs in float64, since it adds up what the recursion does not: nothing overflows that would
+not there, and the tree leaves no trace in float32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ppokern import _check, _launch
+from ppokern import token_math_triton as tm
+from ppokern.gae import reference
+
+TILES = {64: 32, 1024: 2}  # steps: sequences; 8 transitions a thread
+WARPS = 8
+
+
+@triton.jit
+def _compose(decay_behind, delta_behind, decay, delta):
+    """Return the map of some steps after that of the steps behind them."""
+    return decay_behind * decay, tm.gae_step(delta, decay, delta_behind)
+
+
+@triton.jit
+def _nearest(has_behind, value_behind, has, value):
+    """Return the nearer of two values, where there is one."""
+    return has_behind | has, tl.where(has != 0, value, value_behind)
+
+
+@triton.jit
+def _load(x, row_stride, step_stride, first, row, step, where):
+    return tl.load(x + row * row_stride + (first + step) * step_stride, where, other=0)
+
+
+@triton.jit
+def _at(x, lane, which, AXIS: tl.constexpr):
+    """Return one lane of a tile."""
+    return tl.sum(tl.where(lane == which, x, tl.zeros_like(x)), AXIS, keep_dims=True)
+
+
+_TENSORS = ["rewards", "values", "mask", "bootstrap", "continues", "next_values", "last_values"]
+_TENSORS += ["advantages", "returns", "cu_seqlens"]
+_STRIDES = [f"{x}_{of}" for x in (*_TENSORS[:6], "out") for of in ("row", "step")]
+
+
+@triton.jit(do_not_specialize=[*_TENSORS, *_STRIDES, "last_stride", "sequences", "length"])
+def gae_kernel(
+    rewards,
+    rewards_row: tl.int64,
+    rewards_step: tl.int64,
+    values,
+    values_row: tl.int64,
+    values_step: tl.int64,
+    mask,
+    mask_row: tl.int64,
+    mask_step: tl.int64,
+    bootstrap,
+    bootstrap_row: tl.int64,
+    bootstrap_step: tl.int64,
+    continues,
+    continues_row: tl.int64,
+    continues_step: tl.int64,
+    next_values,
+    next_values_row: tl.int64,
+    next_values_step: tl.int64,
+    last_values,
+    last_stride: tl.int64,
+    advantages,
+    returns,
+    out_row: tl.int64,
+    out_step: tl.int64,
+    cu_seqlens,
+    sequences: tl.int64,
+    length: tl.int64,  # of every sequence, packed: of all together
+    gamma: tl.float64,
+    decay: tl.float64,  # gamma * lambda
+    COUNT_MASKED: tl.constexpr,  # whether a masked position is a step
+    TIME_MAJOR: tl.constexpr,  # whether neighbours in memory belong to neighbouring sequences
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Go through ROWS sequences in tiles of STEPS steps, from the ends backwards."""
+    AXIS: tl.constexpr = 0 if TIME_MAJOR else 1  # that of time
+    row = tl.expand_dims(tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64), AXIS)
+    lane = tl.expand_dims(tl.arange(0, STEPS).to(tl.int64), 1 - AXIS)
+    there = row < sequences
+    first = tl.zeros_like(row)
+    steps = tl.where(there, length, 0)
+    if cu_seqlens is not None:
+        first = tl.load(cu_seqlens + row, there, other=0)
+        end = tl.load(cu_seqlens + row + 1, there, other=0)
+        steps = tl.where((first >= 0) & (end <= length), end - first, 0)
+        row = tl.zeros_like(row)  # the tensors are one row
+    behind_end = tl.zeros(row.shape, tl.float64)
+    if last_values is not None:
+        sequence = tl.expand_dims(tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64), AXIS)
+        behind_end = tl.load(last_values + sequence * last_stride, there, other=0).to(tl.float64)
+
+    has_behind = tl.zeros(row.shape, tl.int32)  # whether anything behind the tile is unmasked
+    value_behind = tl.zeros(row.shape, tl.float32)
+    advantage_behind = tl.zeros(row.shape, tl.float64)
+    for tile in range(0, tl.cdiv(tl.max(tl.max(steps, 0), 0), STEPS)):
+        back = tile * STEPS + lane  # steps behind this one
+        step = steps - 1 - back
+        inside = step >= 0
+        valid = inside
+        follows = inside & (back > 0)
+        if mask is not None:
+            valid &= _load(mask, mask_row, mask_step, first, row, step, inside) != 0
+            follows &= _load(mask, mask_row, mask_step, first, row, step + 1, follows) != 0
+        reward = _load(rewards, rewards_row, rewards_step, first, row, step, valid).to(tl.float64)
+        value = _load(values, values_row, values_step, first, row, step, valid).to(tl.float64)
+        neighbour = _load(values, values_row, values_step, first, row, step + 1, follows)
+
+        has, follower = follows.to(tl.int32), neighbour.to(tl.float32)
+        if mask is not None:
+            has, follower = tl.associative_scan((has, follower), AXIS, _nearest)
+            follower = tl.where(has != 0, follower, value_behind)
+            has = has | has_behind
+            has_behind = _at(has, lane, STEPS - 1, AXIS)
+            value_behind = _at(follower, lane, STEPS - 1, AXIS)
+        if COUNT_MASKED:
+            follower = neighbour.to(tl.float32)
+        follower = follower.to(tl.float64)
+        last = valid & (has == 0)
+
+        boots = tl.full(inside.shape, True, tl.int1)
+        if bootstrap is not None:
+            given = _load(bootstrap, bootstrap_row, bootstrap_step, first, row, step, valid)
+            boots = (given != 0) | ~valid
+        goes_on = boots
+        if continues is not None:
+            given = _load(continues, continues_row, continues_step, first, row, step, valid)
+            goes_on = (given != 0) | ~valid
+        wrong = valid & ~last & goes_on & ~boots
+        if next_values is not None:
+            reads = valid & boots
+            x = _load(next_values, next_values_row, next_values_step, first, row, step, reads)
+            follower = tl.where(valid, x.to(tl.float64), follower)
+        else:
+            follower = tl.where(last, behind_end, follower)
+            wrong |= valid & ~last & boots & ~goes_on
+        delta = tm.gae_delta(reward, value, tl.where(boots, follower, 0.0), gamma)
+        delta = tl.where(wrong, float("nan"), delta)
+        carry = tl.where(goes_on & ~last, decay, 0.0)
+        if not COUNT_MASKED:
+            delta, carry = tl.where(valid, delta, 0.0), tl.where(valid, carry, 1.0)
+
+        carry, delta = tl.associative_scan((carry, delta), AXIS, _compose)
+        advantage = tm.gae_step(delta, carry, advantage_behind)
+        advantage_behind = _at(advantage, lane, STEPS - 1, AXIS)
+        at = row * out_row + (first + step) * out_step
+        result = tl.where(valid, advantage, 0.0)
+        tl.store(advantages + at, result.to(tl.float32), inside)
+        tl.store(returns + at, tl.where(valid, result + value, 0.0).to(tl.float32), inside)
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    *,
+    mask: Tensor | None,
+    bootstrap: Tensor | None,
+    continues: Tensor | None,
+    next_values: Tensor | None,
+    last_values: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gamma: float,
+    lam: float,
+    decay: bool,
+    time_dim: int,
+    check: bool,
+) -> tuple[Tensor, Tensor, bool]:
+    """Return advantages, returns, and whether all are finite (looked at only under `check`).
+
+    A transition that continues without bootstrapping, or is cut inside a row without `next_values`,
+    comes out as NaN.
+    """
+    advantages, returns = (
+        torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in range(2)
+    )
+    if rewards.numel() == 0:
+        return advantages, returns, True
+    length = rewards.shape[time_dim]
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
+        sequences = cu_seqlens.shape[0] - 1
+    else:
+        sequences = rewards.numel() // length
+
+    def strides(x: Tensor | None) -> tuple[int, int]:
+        if x is None:
+            return 0, 0
+        return x.stride(1 + time_dim) if x.dim() == 2 else 0, x.stride(time_dim)
+
+    def with_strides(x: Tensor | None) -> tuple[Tensor | None, int, int]:
+        return x, *strides(x)
+
+    row_stride, step_stride = strides(rewards)
+    steps = next(n for n in TILES if length <= n or n == max(TILES))
+    with _launch.on_device_of(rewards):
+        gae_kernel[(triton.cdiv(sequences, TILES[steps]),)](
+            *with_strides(rewards), *with_strides(values), *with_strides(mask),
+            *with_strides(bootstrap), *with_strides(continues), *with_strides(next_values),
+            last_values, last_values.stride(0) if last_values is not None and sequences > 1 else 0,
+            advantages, returns, *strides(advantages), cu_seqlens, sequences, length,
+            gamma, gamma * lam, COUNT_MASKED=decay and mask is not None,
+            TIME_MAJOR=0 < row_stride < step_stride, ROWS=TILES[steps], STEPS=steps,
+            num_warps=WARPS,
+        )  # fmt: skip
+    if cu_seqlens is not None and not _check.values_of(cu_seqlens):
+        malformed = ~reference._well_formed(cu_seqlens, length)
+        advantages.masked_fill_(malformed, torch.nan)
+        returns.masked_fill_(malformed, torch.nan)
+    finite = not check or bool((advantages.isfinite() & returns.isfinite()).all())
+    return advantages, returns, finite

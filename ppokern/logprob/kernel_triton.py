@@ -1,0 +1,454 @@
+"""Log-probs of selected tokens in Triton.
+
+Both functions equal those of `reference`, and take the same arguments.
+
+Bytes moved per logit: forward one read, with entropy too; backward one read and one write, and
+compact once more those of rows that move. Beyond these a row costs 16 to 24 bytes per segment.
+
+A row is reduced over segments of 4096 logits, fewer where V is, each to a maximum, a sum and an
+entropy sum; a second, small kernel combines them. So few rows fill the device as many do, and who
+reduces a segment changes no bit. The token's own logit is left out of the sums and added
+last, so that a nearly certain token's log-prob is ``-log1p(rest)``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ppokern import _launch
+from ppokern import token_math_triton as tm
+
+TILE = 4096  # logits of a tile: 16 a thread
+WARPS = 8
+RESIDENT = 4  # programs that a multiprocessor holds: their tiles in flight cover the latency
+MOVED_ROWS, MOVED_COLUMNS = 16, 512
+
+_LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+_LARGEST = tl.constexpr(2e38)  # its product with log2(e) is finite
+
+
+@triton.jit
+def _taken(token_ids, id_stride, mask, mask_stride, row, inside):
+    """Return the ids of rows and which rows take part."""
+    token_id = tl.load(token_ids + row * id_stride, inside, other=-100)
+    taken = token_id != -100
+    if mask is not None:
+        taken = taken & (tl.load(mask + row * mask_stride, inside, other=0) != 0)
+    return token_id, taken
+
+
+@triton.jit
+def _row_start(row, row_offsets, row_stride, inside, ALIGNED: tl.constexpr):
+    """Return where rows start, in elements from the first."""
+    if row_offsets is not None:
+        start = tl.load(row_offsets + row, inside, other=0)
+    else:
+        start = row * row_stride
+    return tl.multiple_of(start, 16) if ALIGNED else start
+
+
+@triton.jit
+def _inverse(temperature, temperatures, temperature_stride, row, taken):
+    """Return ``1 / temperature`` of rows, finite where the temperature is above 0."""
+    if temperatures is not None:
+        each = tl.load(temperatures + row * temperature_stride, taken, other=1).to(tl.float32)
+    else:
+        each = tl.full(row.shape, temperature, tl.float32)
+    inverse = tl.div_rn(tl.full(row.shape, 1.0, tl.float32), each)
+    return tl.where(inverse > _LARGEST, _LARGEST, inverse)
+
+
+@triton.jit
+def _whole(column, width, ALIGNED: tl.constexpr):
+    """Return which columns are below `width`, or in its last vector.
+
+    A bound that may lie inside a vector would split all of them.
+    """
+    return column < (width + 15) // 16 * 16 if ALIGNED else column < width
+
+
+@triton.jit
+def _read(logits, start, column, taken, vocab_size, ALIGNED: tl.constexpr):
+    """Return a tile of logits, ``-inf`` outside."""
+    where = taken[:, None] & _whole(column, vocab_size, ALIGNED)[None, :]
+    raw = tl.load(logits + start[:, None] + column[None, :], where, other=float("-inf"))
+    return tl.where((column < vocab_size)[None, :], raw.to(tl.float32), float("-inf"))
+
+
+@triton.jit
+def _finite(row_max):
+    """Return maxima that can be subtracted from ``-inf``."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
+
+
+_NUMBERS = ["row_stride", "id_stride", "mask_stride", "temperature_stride", "softcap", "rows"]
+_NUMBERS += ["vocab_size", "temperature"]
+_VECTORS = ["row_offsets", "token_ids", "mask", "temperatures"]
+
+
+@triton.jit(do_not_specialize=[*_NUMBERS, *_VECTORS, "segments", "items", "partials"])
+def reduce_kernel(
+    logits,
+    row_offsets,
+    row_stride: tl.int64,
+    token_ids,
+    id_stride: tl.int64,
+    mask,
+    mask_stride: tl.int64,
+    temperature: tl.float32,
+    temperatures,
+    temperature_stride: tl.int64,
+    softcap: tl.float32,
+    rows: tl.int64,
+    vocab_size: tl.int32,
+    segments: tl.int32,
+    items: tl.int32,
+    partials,  # (2 or 3, rows, segments)
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Reduce one segment of ROWS rows after the other."""
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        segment = item % segments
+        row = (item // segments).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = segment * COLUMNS + tl.arange(0, COLUMNS)
+        token_id, taken = _taken(token_ids, id_stride, mask, mask_stride, row, row < rows)
+        if tl.max(taken.to(tl.int32), 0) != 0:
+            start = _row_start(row, row_offsets, row_stride, row < rows, ALIGNED)
+            inverse = _inverse(temperature, temperatures, temperature_stride, row, taken)
+            z = _read(logits, start, column, taken, vocab_size, ALIGNED)
+            if SOFTCAP:
+                z = tm.softcap_logit(z, softcap)
+            z = tl.where(column[None, :] == token_id[:, None], float("-inf"), z)
+            top = tl.max(z, 1)
+            bits = tm.tempered_logit(z, _finite(top)[:, None], (inverse * _LOG2_E)[:, None])
+            weight = tl.exp2(bits)
+            at = partials + row * segments + segment
+            tl.store(at, top, taken)
+            tl.store(at + rows * segments, tl.sum(weight, 1), taken)
+            if ENTROPY:
+                tl.store(at + 2 * rows * segments, tl.sum(tm.entropy_term(weight, bits), 1), taken)
+
+
+_RESULTS = ["partials", "logprobs", "entropy", "maxima", "log_sums"]
+
+
+@triton.jit(do_not_specialize=[*_NUMBERS, *_VECTORS, *_RESULTS, "segments", "logits"])
+def finish_kernel(
+    logits,
+    row_offsets,
+    row_stride: tl.int64,
+    token_ids,
+    id_stride: tl.int64,
+    mask,
+    mask_stride: tl.int64,
+    temperature: tl.float32,
+    temperatures,
+    temperature_stride: tl.int64,
+    softcap: tl.float32,
+    rows: tl.int64,
+    vocab_size: tl.int32,
+    segments: tl.int32,
+    partials,
+    logprobs,
+    entropy,
+    maxima,
+    log_sums,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENTS: tl.constexpr,  # the power of two from `segments` on
+):
+    """Combine the segments of rows, always in the same tree, and add the tokens themselves."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    token_id, taken = _taken(token_ids, id_stride, mask, mask_stride, row, inside)
+    known = taken & (token_id >= 0) & (token_id < vocab_size)
+    start = _row_start(row, row_offsets, row_stride, inside, False)
+    inverse = _inverse(temperature, temperatures, temperature_stride, row, taken)
+    own = tl.load(logits + start + token_id, known, other=float("-inf")).to(tl.float32)
+    if SOFTCAP:
+        own = tm.softcap_logit(own, softcap)
+
+    segment = tl.arange(0, SEGMENTS)
+    where = taken[:, None] & (segment < segments)[None, :]
+    at = partials + row[:, None] * segments + segment[None, :]
+    tops = tl.load(at, where, other=float("-inf"))
+    sums = tl.load(at + rows * segments, where, other=0.0)
+    row_max = tl.maximum(tl.max(tops, 1), own)
+    base, in_bits = _finite(row_max), inverse * _LOG2_E
+    fall = tm.tempered_logit(tops, base[:, None], in_bits[:, None])  # bits, at most 0
+    rest = tl.sum(tl.exp2(fall) * sums, 1)
+    own_weight = tl.exp2(tm.tempered_logit(own, base, in_bits))
+    log_sum = tl.where(own_weight == 1.0, tm.log1p(rest), tl.log(rest + own_weight))
+    forbidden = rest + own_weight == 0.0  # a row of nothing but -inf
+    logprob = tm.tempered_logit(own, base, inverse) - log_sum
+
+    bad = taken & ~known
+    logprob = tl.where(forbidden, float("-inf"), tl.where(bad, float("nan"), logprob))
+    tl.store(logprobs + row, tl.where(taken, logprob, 0.0), inside)
+    tl.store(maxima + row, tl.where(taken, row_max, 0.0), inside)
+    log_sum = tl.where(bad, float("nan"), log_sum)
+    tl.store(log_sums + row, tl.where(taken, log_sum, 0.0), inside)
+    if ENTROPY:
+        terms = tl.load(at + 2 * rows * segments, where, other=0.0)
+        weights = tl.exp2(fall)
+        terms = tl.where(weights == 0.0, 0.0, weights * terms)
+        terms += tm.entropy_term(weights, fall) * tl.where(weights == 0.0, 0.0, sums)
+        own_term = tm.entropy_term(own_weight, tm.tempered_logit(own, base, in_bits))
+        mean = _LN_2 * (tl.sum(terms, 1) + own_term) / (rest + own_weight)
+        result = tl.where(forbidden, 0.0, log_sum + mean)
+        tl.store(entropy + row, tl.where(taken, tl.where(bad, float("nan"), result), 0.0), inside)
+
+
+_SLOPES = ["grad_logprobs", "grad_entropy", "grad_logprob_stride", "grad_entropy_stride"]
+_OUT = ["out_offsets", "out_stride", "width", "blocks", "items"]
+
+
+@triton.jit(do_not_specialize=[*_NUMBERS, *_VECTORS, *_RESULTS[1:], *_SLOPES, *_OUT])
+def gradient_kernel(
+    logits,
+    row_offsets,
+    row_stride: tl.int64,
+    token_ids,
+    id_stride: tl.int64,
+    mask,
+    mask_stride: tl.int64,
+    temperature: tl.float32,
+    temperatures,
+    temperature_stride: tl.int64,
+    softcap: tl.float32,
+    rows: tl.int64,
+    vocab_size: tl.int32,
+    grad_logprobs,
+    grad_logprob_stride: tl.int64,
+    grad_entropy,
+    grad_entropy_stride: tl.int64,
+    logprobs,
+    entropy,
+    maxima,
+    log_sums,
+    out,
+    out_offsets,
+    out_stride: tl.int64,
+    width: tl.int32,
+    blocks: tl.int32,
+    items: tl.int32,
+    SOFTCAP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Turn one tile of logits after the other into a tile of gradient; masked rows become 0."""
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        row = (item // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = (item % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = row < rows
+        token_id, taken = _taken(token_ids, id_stride, mask, mask_stride, row, inside)
+        grad = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if tl.max(taken.to(tl.int32), 0) != 0:
+            start = _row_start(row, row_offsets, row_stride, inside, ALIGNED)
+            inverse = _inverse(temperature, temperatures, temperature_stride, row, taken)
+            raw = _read(logits, start, column, taken, vocab_size, ALIGNED)
+            z = raw
+            if SOFTCAP:
+                z = tm.softcap_logit(raw, softcap)
+            base = _finite(tl.load(maxima + row, taken, other=0.0))
+            log_sum = tl.load(log_sums + row, taken, other=0.0)
+            bits = tm.tempered_logit(z, base[:, None], (inverse * _LOG2_E)[:, None])
+            bits -= (log_sum * _LOG2_E)[:, None]
+            prob = tl.exp2(bits)
+            if grad_logprobs is not None:
+                incoming = tl.load(grad_logprobs + row * grad_logprob_stride, taken, other=0.0)
+                incoming = incoming.to(tl.float32)
+                own = incoming * tm.own_logprob_slope(tl.load(logprobs + row, taken, other=0.0))
+                is_own = column[None, :] == token_id[:, None]
+                grad = tl.where(is_own, own[:, None], -incoming[:, None] * prob)
+            if grad_entropy is not None:
+                incoming = tl.load(grad_entropy + row * grad_entropy_stride, taken, other=0.0)
+                mean = tl.load(entropy + row, taken, other=0.0)
+                slope = tm.entropy_slope(prob, bits * _LN_2, mean[:, None])
+                grad += incoming.to(tl.float32)[:, None] * slope
+            grad *= inverse[:, None]
+            if SOFTCAP:
+                grad *= tm.softcap_slope(raw, softcap)
+            live = taken & (log_sum != float("-inf"))  # of a row of -inf, no logit has a slope
+            grad = tl.where(live[:, None] & (column < vocab_size)[None, :], grad, 0.0)
+        to = _row_start(row, out_offsets, out_stride, inside, ALIGNED)
+        where = inside[:, None] & _whole(column, width, ALIGNED)[None, :]
+        at = out + to[:, None] + column[None, :]
+        tl.store(at, _launch.rounded(grad, out.dtype.element_ty), where)
+
+
+@triton.jit(do_not_specialize=["destinations", "rows", *_OUT])
+def move_up_kernel(
+    out,
+    out_offsets,
+    out_stride: tl.int64,
+    destinations,
+    rows: tl.int64,
+    width: tl.int32,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Move rows up to their destinations, -1 for none, in one block of columns, top to bottom.
+
+    A destination lies above its row, and those rise with the rows: so no row is overwritten before
+    it is read.
+    """
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    where = _whole(column, width, ALIGNED)[None, :]
+    for tile in range(0, tl.cdiv(rows, ROWS)):
+        row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        to = tl.load(destinations + row, row < rows, other=-1)
+        moves = (to >= 0) & (to < row)
+        start = _row_start(row, out_offsets, out_stride, moves, ALIGNED)
+        x = tl.load(out + start[:, None] + column[None, :], where & moves[:, None])
+        tl.debug_barrier()  # the tile's rows are read, and may be written
+        end = _row_start(tl.where(moves, to, 0), out_offsets, out_stride, moves, ALIGNED)
+        tl.store(out + end[:, None] + column[None, :], x, where & moves[:, None])
+
+
+def forward(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor,
+    softcap: float | None,
+    vocab_size: int,
+    with_entropy: bool,
+    dtype: torch.dtype,
+    block: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probs, entropy (empty without), row maxima and log-sums, shaped as `token_ids`."""
+    rows, new = token_ids.numel(), logits.new_empty
+    logprobs, maxima, log_sums = (new(token_ids.shape, dtype=torch.float32) for _ in range(3))
+    entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
+    if rows == 0:
+        return logprobs, entropy, maxima, log_sums
+    logits = _dense(logits)
+    tokens = _tokens(logits, token_ids, mask, temperature, softcap, vocab_size)
+    columns = min(TILE, triton.next_power_of_2(vocab_size))
+    segments, tile_rows = triton.cdiv(vocab_size, columns), TILE // columns
+    items = triton.cdiv(rows, tile_rows) * segments
+    partials = new((3 if with_entropy else 2, rows, segments), dtype=torch.float32)
+    switches = {"SOFTCAP": softcap is not None, "ENTROPY": with_entropy}
+    wide = triton.next_power_of_2(segments)
+    finish_rows = max(1, 256 // wide)
+    programs = min(items, _launch.resident(logits.device, RESIDENT))
+    with _launch.on_device_of(logits):
+        reduce_kernel[(programs,)](
+            *tokens, segments, items, partials, **switches, ALIGNED=_aligned(logits),
+            ROWS=tile_rows, COLUMNS=columns, num_warps=WARPS,
+        )  # fmt: skip
+        finish_kernel[(triton.cdiv(rows, finish_rows),)](
+            *tokens, segments, partials, logprobs, entropy, maxima, log_sums, **switches,
+            ROWS=finish_rows, SEGMENTS=wide, num_warps=4,
+        )  # fmt: skip
+    return logprobs, entropy, maxima, log_sums
+
+
+def backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor,
+    softcap: float | None,
+    vocab_size: int,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
+    compact: bool = False,
+    block: int | None = None,
+) -> Tensor:
+    """Write the gradient of the logits to `out`, which may be `logits` itself, and return it."""
+    rows, width = token_ids.numel(), out.shape[-1]
+    if rows == 0:
+        return out
+    if not _is_dense(out):
+        dense = out.contiguous()
+        backward(
+            grad_logprobs, grad_entropy, dense if out is logits else logits, token_ids, mask,
+            temperature, softcap, vocab_size, saved, dense, compact,
+        )  # fmt: skip
+        return out.copy_(dense)
+    logits = _dense(logits)
+    columns = min(TILE, triton.next_power_of_2(width))
+    blocks, tile_rows = triton.cdiv(width, columns), TILE // columns
+    items = triton.cdiv(rows, tile_rows) * blocks
+    programs = min(items, _launch.resident(logits.device, RESIDENT))
+    aligned, out_rows = _aligned(out), _rows(out)
+    with _launch.on_device_of(logits):
+        gradient_kernel[(programs,)](
+            *_tokens(logits, token_ids, mask, temperature, softcap, vocab_size),
+            *_flat(grad_logprobs), *_flat(grad_entropy), *(x.reshape(-1) for x in saved),
+            out, *out_rows, width, blocks, items,
+            SOFTCAP=softcap is not None, ALIGNED=aligned and _aligned(logits),
+            ROWS=tile_rows, COLUMNS=columns, num_warps=WARPS,
+        )  # fmt: skip
+        if compact:
+            taken = token_ids.reshape(-1) != -100
+            taken = taken if mask is None else taken & mask.reshape(-1)
+            destinations = torch.where(taken, taken.cumsum(0) - 1, -1)
+            columns = min(MOVED_COLUMNS, columns)
+            move_up_kernel[(triton.cdiv(width, columns),)](
+                out, *out_rows, destinations, rows, width,
+                ALIGNED=aligned, ROWS=MOVED_ROWS, COLUMNS=columns, num_warps=WARPS,
+            )  # fmt: skip
+    return out
+
+
+def _tokens(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor,
+    softcap: float | None,
+    vocab_size: int,
+) -> tuple:
+    """Return what every kernel takes first."""
+    on_host = temperature.dim() == 0 and temperature.device.type == "cpu"
+    number, per_token = (float(temperature), None) if on_host else (1.0, temperature)
+    return (
+        logits, *_rows(logits), *_flat(token_ids), *_flat(mask), number, *_flat(per_token),
+        softcap or 0.0, token_ids.numel(), vocab_size,
+    )  # fmt: skip
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.stride(-1) == 1 or x.shape[-1] <= 1
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if _is_dense(x) else x.contiguous()
+
+
+def _rows(x: Tensor) -> tuple[Tensor | None, int]:
+    """Return where the rows of ``(..., V)`` start: their offsets, or None and their stride."""
+    try:
+        return None, x.view(-1, x.shape[-1]).stride(0)
+    except RuntimeError:
+        offsets = torch.zeros((), dtype=torch.int64, device=x.device)
+        for size, stride in zip(x.shape[:-1], x.stride(), strict=False):
+            steps = torch.arange(size, device=x.device) * stride
+            offsets = offsets.unsqueeze(-1) + steps
+        return offsets.reshape(-1), 0
+
+
+def _aligned(x: Tensor) -> bool:
+    """Return whether all rows of ``(..., V)`` start and end at whole vectors, as the first does."""
+    return all(n % 16 == 0 for n in (x.shape[-1], *x.stride()[:-1]))
+
+
+def _flat(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return a tensor per token and its stride."""
+    if x is None:
+        return None, 0
+    x = x if x.dim() <= 1 else x.reshape(-1)
+    return x, x.stride(0) if x.dim() else 0
