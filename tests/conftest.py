@@ -1,3 +1,4 @@
+import importlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -41,8 +42,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     device = CAN[request.param].device
+    if request.param == "triton" and device == "cpu":
+        # interpreted, a scan takes a while for each of its elements
+        kernel = importlib.import_module("ppokern.gae.kernel_triton")
+        monkeypatch.setattr(kernel, "TILES", {4: 4, 32: 1})
     where = nullcontext() if device == "cpu" else torch.device(device)
     with ppokern.use_backend(request.param), where:
         yield request.param
