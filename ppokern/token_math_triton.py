@@ -178,10 +178,12 @@ def clip_surrogate(ratio, advantage, low, high, dual_clip):
 def clip_value(value, old_value, target, clip_range):
     """``max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) / 2``, its slope, where clipped."""
     error = value - target
-    nearest = tl.where(value < old_value - clip_range, old_value - clip_range, value)
-    clipped = tl.where(nearest > old_value + clip_range, old_value + clip_range, nearest) - target
+    lower, upper = old_value - clip_range, old_value + clip_range
+    # in this order an old value of NaN makes NaN
+    nearest = tl.where(value >= lower, tl.where(value <= upper, value, upper), lower)
+    clipped = nearest - target
     larger = clipped * clipped > error * error
-    used = tl.where(larger, clipped, error)
+    used = tl.where(larger | (clipped != clipped), clipped, error)
     return used * used / 2.0, tl.where(larger, 0.0, error), larger
 
 

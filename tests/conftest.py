@@ -20,6 +20,29 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ppokern")
 
 
+# Interpreted, an operation takes as long on many numbers as on few, but a scan as long as it has them.
+INTERPRETED = {
+    ("ppokern.logprob.kernel_triton", "TILE"): 2**15,
+    ("ppokern.gae.kernel_triton", "SHORT"): (4, 4),
+    ("ppokern.gae.kernel_triton", "LONG"): (1, 32),
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", type=int, help="at most that many cases of each test")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--sample``, cases that are spread over all of a test's."""
+    if (most := config.getoption("--sample")) is None:
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    kept = [all_[len(all_) * i // most] for all_ in cases.values() for i in range(most)]
+    items[:] = dict.fromkeys(kept)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`backend` and `dtype` of a test: all that are there and can do the module's OP."""
     op, names = getattr(metafunc.module, "OP", None), set(metafunc.fixturenames)
@@ -45,9 +68,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     device = CAN[request.param].device
     if request.param == "triton" and device == "cpu":
-        # interpreted, a scan takes a while for each of its elements
-        kernel = importlib.import_module("ppokern.gae.kernel_triton")
-        monkeypatch.setattr(kernel, "TILES", {4: 4, 32: 1})
+        for (module, name), value in INTERPRETED.items():
+            monkeypatch.setattr(importlib.import_module(module), name, value)
     where = nullcontext() if device == "cpu" else torch.device(device)
     with ppokern.use_backend(request.param), where:
         yield request.param

@@ -18,5 +18,5 @@ class Can(NamedTuple):
 CAN = {
     "torch": Can(OPS, FLOATS),
     "cpu": Can(("logprob", "linear", "gae"), FLOATS[:3]),
-    "triton": Can(("logprob", "linear", "gae"), FLOATS[:3]),
+    "triton": Can(("logprob", "linear", "gae", "ppo_loss"), FLOATS[:3]),
 }

@@ -19,7 +19,7 @@ from ppokern import _check, _launch
 from ppokern import token_math_triton as tm
 from ppokern.gae import reference
 
-TILES = {64: 32, 1024: 2}  # steps: sequences; 8 transitions a thread
+SHORT, LONG = (16, 64), (1, 1024)  # sequences and steps of a tile: 4 transitions a thread
 WARPS = 8
 
 
@@ -37,7 +37,8 @@ def _nearest(has_behind, value_behind, has, value):
 
 @triton.jit
 def _load(x, row_stride, step_stride, first, row, step, where):
-    return tl.load(x + row * row_stride + (first + step) * step_stride, where, other=0)
+    start = x + row * row_stride + first * step_stride
+    return tl.load(start + step.to(tl.int64) * step_stride, where, other=0)
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def gae_kernel(
     """Go through ROWS sequences in tiles of STEPS steps, from the ends backwards."""
     AXIS: tl.constexpr = 0 if TIME_MAJOR else 1  # that of time
     row = tl.expand_dims(tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64), AXIS)
-    lane = tl.expand_dims(tl.arange(0, STEPS).to(tl.int64), 1 - AXIS)
+    lane = tl.expand_dims(tl.arange(0, STEPS), 1 - AXIS)
     there = row < sequences
     first = tl.zeros_like(row)
     steps = tl.where(there, length, 0)
@@ -99,6 +100,7 @@ def gae_kernel(
         end = tl.load(cu_seqlens + row + 1, there, other=0)
         steps = tl.where((first >= 0) & (end <= length), end - first, 0)
         row = tl.zeros_like(row)  # the tensors are one row
+    steps = steps.to(tl.int32)
     behind_end = tl.zeros(row.shape, tl.float64)
     if last_values is not None:
         sequence = tl.expand_dims(tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64), AXIS)
@@ -157,7 +159,7 @@ def gae_kernel(
         carry, delta = tl.associative_scan((carry, delta), AXIS, _compose)
         advantage = tm.gae_step(delta, carry, advantage_behind)
         advantage_behind = _at(advantage, lane, STEPS - 1, AXIS)
-        at = row * out_row + (first + step) * out_step
+        at = row * out_row + first * out_step + step.to(tl.int64) * out_step
         result = tl.where(valid, advantage, 0.0)
         tl.store(advantages + at, result.to(tl.float32), inside)
         tl.store(returns + at, tl.where(valid, result + value, 0.0).to(tl.float32), inside)
@@ -205,16 +207,16 @@ def gae(
         return x, *strides(x)
 
     row_stride, step_stride = strides(rewards)
-    steps = next(n for n in TILES if length <= n or n == max(TILES))
+    time_major = 0 < row_stride < step_stride
+    rows, steps = SHORT if time_major or length <= SHORT[1] else LONG
     with _launch.on_device_of(rewards):
-        gae_kernel[(triton.cdiv(sequences, TILES[steps]),)](
+        gae_kernel[(triton.cdiv(sequences, rows),)](
             *with_strides(rewards), *with_strides(values), *with_strides(mask),
             *with_strides(bootstrap), *with_strides(continues), *with_strides(next_values),
             last_values, last_values.stride(0) if last_values is not None and sequences > 1 else 0,
             advantages, returns, *strides(advantages), cu_seqlens, sequences, length,
             gamma, gamma * lam, COUNT_MASKED=decay and mask is not None,
-            TIME_MAJOR=0 < row_stride < step_stride, ROWS=TILES[steps], STEPS=steps,
-            num_warps=WARPS,
+            TIME_MAJOR=time_major, ROWS=rows, STEPS=steps, num_warps=WARPS,
         )  # fmt: skip
     if cu_seqlens is not None and not _check.values_of(cu_seqlens):
         malformed = ~reference._well_formed(cu_seqlens, length)
