@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -122,7 +122,7 @@ def select(
         raise ValueError(
             f"{op}: backend {name!r} cannot do {dtype} on {device.type}; can: {', '.join(able)}"
         )
-    kernel = kernels[name or able[-1]]  # a table is in the order of speed
+    kernel: Any = kernels[name or able[-1]]  # a table is in the order of speed
     return pkgutil.resolve_name(kernel) if isinstance(kernel, str) else kernel
 
 
@@ -133,4 +133,4 @@ def _can(known: str, name: str, device: torch.device, dtype: torch.dtype) -> boo
         return native is not None and device.type == "cpu" and dtype in _FAST_DTYPES
     interpreted = _INTERPRETED and name == "triton"  # slow, so by name only
     on_device = device.type == "cuda" or (device.type == "cpu" and interpreted)
-    return _has_triton() and on_device and dtype in _FAST_DTYPES
+    return on_device and dtype in _FAST_DTYPES and _has_triton()

@@ -1,24 +1,10 @@
-"""What Triton kernels and their launches share."""
+"""What launches of Triton kernels share."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """Return float32 in `dtype`, to the nearest even; the interpreter cuts bfloat16 off instead."""
-    if _INTERPRETED and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        x = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
-    return x.to(dtype)
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:

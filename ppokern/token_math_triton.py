@@ -6,8 +6,19 @@ Functions of blocks of float32 (float64 for the advantages), called from kernels
 import triton
 import triton.language as tl
 
-# --- functions that tl lacks ----------------------------------------------------------------------
-# libdevice has them, but not in the interpreter
+# --- what tl lacks, or its interpreter ------------------------------------------------------------
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Return float32 in `dtype`, to the nearest even; the interpreter cuts bfloat16 off instead."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ppokern")
 
 
-# Interpreted, an operation takes as long on many numbers as on few, but a scan as long as it has them.
+# Interpreted, an operation takes as long on few numbers as on many, but a scan a while for each.
 INTERPRETED = {
     ("ppokern.logprob.kernel_triton", "TILE"): 2**15,
     ("ppokern.gae.kernel_triton", "SHORT"): (4, 4),
@@ -32,8 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", type=int, help="at most that many cases of each test")
 
 
+@pytest.hookimpl(trylast=True)  # after -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--sample``, cases that are spread over all of a test's."""
+    """Mark what runs on CUDA; with ``--sample`` keep cases that are spread over all of a test's."""
+    for item in items:
+        name = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
+        if name in CAN and CAN[name].device == "cuda":
+            item.add_marker("gpu")
     if (most := config.getoption("--sample")) is None:
         return
     cases: dict[str, list[pytest.Item]] = {}
@@ -71,8 +76,10 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         for (module, name), value in INTERPRETED.items():
             monkeypatch.setattr(importlib.import_module(module), name, value)
     where = nullcontext() if device == "cpu" else torch.device(device)
+    ppokern.set_validation(device != "cpu")  # the same errors as on the CPU
     with ppokern.use_backend(request.param), where:
         yield request.param
+    ppokern.set_validation(False)
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,14 @@
 """Which backends, ops and dtypes the tests run over."""
 
+import os
 from typing import NamedTuple
 
 import torch
 
 OPS = ("logprob", "linear", "gae", "whiten", "ppo_loss", "reward", "packing")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON_DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
 class Can(NamedTuple):
@@ -18,5 +21,5 @@ class Can(NamedTuple):
 CAN = {
     "torch": Can(OPS, FLOATS),
     "cpu": Can(("logprob", "linear", "gae"), FLOATS[:3]),
-    "triton": Can(("logprob", "linear", "gae", "ppo_loss"), FLOATS[:3]),
+    "triton": Can(("logprob", "linear", "gae", "ppo_loss"), FLOATS[:3], TRITON_DEVICE),
 }

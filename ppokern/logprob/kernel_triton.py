@@ -123,7 +123,7 @@ def reduce_kernel(
             z = _read(logits, start, column, taken, vocab_size, ALIGNED)
             if SOFTCAP:
                 z = tm.softcap_logit(z, softcap)
-            z = tl.where(column[None, :] == token_id[:, None], float("-inf"), z)
+            z = tl.where(column[None, :] == token_id.to(tl.int32)[:, None], float("-inf"), z)
             top = tl.max(z, 1)
             bits = tm.tempered_logit(z, _finite(top)[:, None], (inverse * _LOG2_E)[:, None])
             weight = tl.exp2(bits)
@@ -266,7 +266,7 @@ def gradient_kernel(
                 incoming = tl.load(grad_logprobs + row * grad_logprob_stride, taken, other=0.0)
                 incoming = incoming.to(tl.float32)
                 own = incoming * tm.own_logprob_slope(tl.load(logprobs + row, taken, other=0.0))
-                is_own = column[None, :] == token_id[:, None]
+                is_own = column[None, :] == token_id.to(tl.int32)[:, None]
                 grad = tl.where(is_own, own[:, None], -incoming[:, None] * prob)
             if grad_entropy is not None:
                 incoming = tl.load(grad_entropy + row * grad_entropy_stride, taken, other=0.0)
@@ -281,7 +281,7 @@ def gradient_kernel(
         to = _row_start(row, out_offsets, out_stride, inside, ALIGNED)
         where = inside[:, None] & _whole(column, width, ALIGNED)[None, :]
         at = out + to[:, None] + column[None, :]
-        tl.store(at, _launch.rounded(grad, out.dtype.element_ty), where)
+        tl.store(at, tm.rounded(grad, out.dtype.element_ty), where)
 
 
 @triton.jit(do_not_specialize=["destinations", "rows", *_OUT])

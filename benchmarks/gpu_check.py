@@ -1,0 +1,325 @@
+"""Everything that only a GPU can tell, in under eight minutes: ``python -m benchmarks.gpu_check``.
+
+Needs an NVIDIA GPU and torch 2.9 or later with its own Triton; downloads and installs nothing. In
+this order: every op on the backend `triton` against float64, beside eager PyTorch; the op tests
+with the marker `gpu`, where pytest is there; the kernels' share of the bandwidth of a copy;
+`linear_ppo_loss` against three bare GEMMs, with its peak memory; eager, torch.compile and, where
+installed, Liger in the same run. Prints one table and writes ``gpu_check.json``.
+
+A line that fails says so and the next one runs: the machine may not be there a second time.
+"""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent
+if importlib.util.find_spec("jaxtyping") is None:  # annotations alone; none is checked here
+    shapes = types.ModuleType("jaxtyping")
+    shapes.__dict__.update(dict.fromkeys(("Bool", "Float", "Integer"), dict))
+    sys.modules["jaxtyping"] = shapes
+
+import ppokern  # noqa: E402
+
+SECONDS, TEST_SECONDS = 460, 150
+ROOMS = ("logprob", "linear", "linear_loss", "gae", "ppo_loss")
+
+
+class Report:
+    """Lines of one table, kept as a list of dicts as well."""
+
+    def __init__(self, quick: bool) -> None:
+        """Start the clock."""
+        self.start, self.quick, self.lines = time.monotonic(), quick, []
+
+    def line(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Measure and print a line, or why there is none."""
+        begun = time.monotonic()
+        try:
+            if begun - self.start > SECONDS:
+                raise TimeoutError("out of time")
+            cells = measure()
+        except Exception as error:  # see the module's docstring
+            cells = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+        torch.cuda.empty_cache()
+        self.lines.append({"name": name, **cells, "took": time.monotonic() - begun})
+        shown = (f"{k} {x:.4g}" if isinstance(x, float) else f"{k} {x}" for k, x in cells.items())
+        print(f"{name:44} {'  '.join(shown)}", flush=True)
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
+    """Return the median of several calls, after one that compiles."""
+    call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+# Right or wrong -----------------------------------------------------------------------------------
+
+
+def against_float64(report: Report) -> None:
+    """Every op's outputs and gradients: the error beside that of plain torch in the same dtype."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import calls
+
+    def wide(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    def errors(kind: str, name: str, dtype: torch.dtype) -> dict[str, Any]:
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            table = calls.packed() if kind == "packed" else calls.every(dtype)
+            call = table[name]
+            results = {}
+            for backend in ("triton", "torch"):
+                with ppokern.use_backend(backend):
+                    results[backend] = call.run(call.leaves())
+            exact = call._replace(args={k: wide(x) for k, x in call.args.items()})
+            with ppokern.use_backend("torch"):
+                truth = exact.run(exact.leaves())
+
+        def worst(mine: list[Tensor]) -> float:
+            pairs = zip(mine, truth, strict=True)
+            return max((a.double() - b).abs().max().item() for a, b in pairs)
+
+        own, peer = worst(results["triton"]), worst(results["torch"])
+        size = max(1.0, *(t.abs().max().item() for t in truth))
+        return {"error": own, "torch": peer, "right": own <= 2 * peer + 1e-6 * size}
+
+    rooms = ("selected", "linear", "gae", "ppo")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for name in calls.NAMES:
+            if name.split("_")[0] in rooms:
+                label = f"{name} {str(dtype)[6:]}"
+                report.line(label, lambda n=name, d=dtype: errors("batch", n, d))
+    for name in calls.PACKED_NAMES:
+        if name.split("_")[0] in rooms:
+            report.line(f"{name} packed", lambda n=name: errors("packed", n, torch.float32))
+
+
+def op_tests() -> dict[str, Any]:
+    """Run the op tests on the GPU."""
+    files = [f"tests/test_{room}.py" for room in ROOMS]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--sample", "6", *files]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=TEST_SECONDS, check=False
+    )
+    (ROOT / "gpu_check_tests.txt").write_text(done.stdout + done.stderr)
+    return {"passed": done.returncode == 0, "last": done.stdout.strip().split("\n")[-1]}
+
+
+# Fast or slow -------------------------------------------------------------------------------------
+
+
+def copy_rate(report: Report) -> float:
+    """Bytes per second that a copy reads and writes together."""
+    rate = [float("nan")]
+
+    def measure() -> dict[str, Any]:
+        x = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+        y = torch.empty_like(x)
+        rate[0] = 2 * x.nbytes / milliseconds(lambda: y.copy_(x)) * 1e3
+        return {"GB/s": rate[0] / 1e9}
+
+    report.line("copy of 1 GiB", measure)
+    return rate[0]
+
+
+def beside(
+    moved: int, ceiling: float, mine: Callable[[], object], **others: Callable[[], object]
+) -> dict[str, Any]:
+    """Milliseconds of the backend `triton` and of others, and its share of a copy's rate."""
+    with ppokern.use_backend("triton"):
+        own = milliseconds(mine)
+    cells: dict[str, Any] = {"ms": own, "of copy": moved / own * 1e3 / ceiling}
+    for name, call in others.items():
+        try:
+            cells[name] = milliseconds(call, 5)
+        except Exception as error:  # a peer that fails is no reason to lose the line
+            cells[name] = type(error).__name__
+    return cells
+
+
+def row_kernels(report: Report, ceiling: float) -> None:
+    """Log-probs, their entropy, and the gradient in place."""
+
+    def plain(logits: Tensor, ids: Tensor) -> Tensor:
+        return logits.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+
+    def measure(n: int, v: int, dtype: torch.dtype, op: str) -> dict[str, Any]:
+        logits = torch.randn(n, v, dtype=dtype, device="cuda")
+        ids = torch.randint(0, v, (n,), device="cuda")
+        compiled = torch.compile(plain)
+        if op == "backward":
+            logits.requires_grad_()
+            with ppokern.use_backend("triton"):
+                kept = ppokern.selected_logprobs(logits.view(n, v), ids)
+            peer = compiled(logits, ids)
+            ones = torch.ones(n, device="cuda")
+            return beside(
+                2 * logits.nbytes,
+                ceiling,
+                lambda: torch.autograd.grad(kept, logits, ones, retain_graph=True),
+                compile=lambda: torch.autograd.grad(peer, logits, ones, retain_graph=True),
+            )
+        if op == "entropy":
+            return beside(
+                logits.nbytes, ceiling, lambda: ppokern.selected_logprobs_with_entropy(logits, ids)
+            )
+        return beside(
+            logits.nbytes,
+            ceiling,
+            lambda: ppokern.selected_logprobs(logits, ids),
+            eager=lambda: plain(logits, ids),
+            compile=lambda: compiled(logits, ids),
+        )
+
+    sizes = [(8192, 151_936), (8, 151_936), (8192, 32_000), (8192, 50_257)]
+    for n, v in sizes[: 2 if report.quick else 4]:
+        for dtype in (torch.bfloat16, torch.float32):
+            for op in ("forward", "entropy", "backward"):
+                label = f"{op} {n} x {v} {str(dtype)[6:]}"
+                report.line(label, lambda n=n, v=v, d=dtype, o=op: measure(n, v, d, o))
+
+
+def small_kernels(report: Report, ceiling: float) -> None:
+    """Advantages and the PPO loss."""
+
+    def advantages(shape: tuple[int, int], **options: Any) -> dict[str, Any]:
+        r, v = torch.randn(2, *shape, device="cuda")
+        mask = torch.rand(shape, device="cuda") < 0.9
+        moved = 17 * r.numel()
+        return beside(moved, ceiling, lambda: ppokern.gae(r, v, mask=mask, **options))
+
+    def packed(total: int, length: int) -> dict[str, Any]:
+        r, v = torch.randn(2, total, device="cuda")
+        cu = torch.arange(0, total + 1, length, device="cuda", dtype=torch.int32)
+        return beside(16 * total, ceiling, lambda: ppokern.gae(r, v, cu_seqlens=cu))
+
+    report.line("gae (B, T) = (512, 2048)", lambda: advantages((512, 2048)))
+    report.line("gae (B, T) = (65536, 64)", lambda: advantages((65536, 64)))
+    report.line("gae (T, B) = (128, 8192)", lambda: advantages((128, 8192), time_dim=0))
+    report.line("gae (B, T) = (1, 1048576)", lambda: advantages((1, 2**20)))
+    report.line("gae packed, 1024 of 1024", lambda: packed(2**20, 1024))
+
+    def loss(aggregate: str) -> dict[str, Any]:
+        x = [torch.randn(512, 2048, device="cuda") for _ in range(6)]
+        mask = torch.rand(512, 2048, device="cuda") < 0.9
+        options: Any = {"mask": mask, "aggregate": aggregate}
+
+        def run() -> None:
+            ppokern.ppo_loss(*x, **options)  # type: ignore[arg-type]
+
+        def eager() -> None:
+            with ppokern.use_backend("torch"):
+                run()
+
+        return beside(26 * mask.numel(), ceiling, run, torch=eager)
+
+    for aggregate in ("token_mean", "sequence_mean"):
+        report.line(f"ppo_loss {aggregate} (512, 2048)", lambda a=aggregate: loss(a))
+
+
+def linear(report: Report) -> None:
+    """The loss from hidden states beside the three GEMMs that it cannot do without."""
+    n, h, v = 8192, 4096, 151_936
+
+    def peak(call: Callable[[], object]) -> float:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+    def measure() -> dict[str, Any]:
+        hidden = torch.randn(n, h, dtype=torch.bfloat16, device="cuda")
+        weight = torch.randn(v, h, dtype=torch.bfloat16, device="cuda") / h**0.5
+        ids = torch.randint(0, v, (n,), device="cuda")
+        old, advantages = torch.full((n,), -12.0, device="cuda"), torch.randn(n, device="cuda")
+
+        def gemms() -> None:
+            logits = hidden @ weight.t()
+            _ = logits @ weight
+            _ = logits.t() @ hidden
+
+        floor = milliseconds(gemms, 5)
+        torch.cuda.empty_cache()
+        hidden.requires_grad_()
+        weight.requires_grad_()
+
+        def mine() -> None:
+            loss = ppokern.linear_ppo_loss(hidden, weight, ids, old, advantages).loss
+            torch.autograd.grad(loss, (hidden, weight))
+
+        def eager() -> None:
+            logprobs = (hidden @ weight.t()).float().log_softmax(-1).gather(-1, ids[:, None])
+            loss = ppokern.ppo_policy_loss(logprobs[:, 0], old, advantages).loss
+            torch.autograd.grad(loss, (hidden, weight))
+
+        with ppokern.use_backend("triton"):
+            own = milliseconds(mine, 5)
+            cells = {"ms": own, "GEMMs": floor, "ratio": own / floor, "GiB": peak(mine)}
+        for name, call in {"eager": eager, "liger": liger(hidden, weight, ids)}.items():
+            if call is not None:
+                try:
+                    cells |= {name: milliseconds(call, 3), f"{name} GiB": peak(call)}
+                except Exception as error:  # out of memory, most likely
+                    cells[name] = type(error).__name__
+        return cells
+
+    report.line(f"linear_ppo_loss {n} x {h} x {v} bfloat16", measure)
+
+
+def liger(hidden: Tensor, weight: Tensor, ids: Tensor) -> Callable[[], object] | None:
+    """Liger's fused linear cross-entropy, the nearest peer, where it is installed."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    module = importlib.import_module("liger_kernel.transformers")
+    fused = module.LigerFusedLinearCrossEntropyLoss()
+    return lambda: torch.autograd.grad(fused(weight, hidden, ids), (hidden, weight))
+
+
+def main() -> None:
+    """Run it all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, no tests")
+    parser.add_argument("--out", type=Path, default=ROOT / "gpu_check.json")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("gpu_check: no CUDA device")
+    report = Report(options.quick)
+    triton = importlib.import_module("triton").__version__
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton}"
+    print(machine, ppokern.available_backends(), sep="\n")
+    against_float64(report)
+    if not options.quick:
+        report.line("tests with the marker gpu", op_tests)
+    ceiling = copy_rate(report)
+    linear(report)
+    row_kernels(report, ceiling)
+    small_kernels(report, ceiling)
+    options.out.write_text(json.dumps({"machine": machine, "lines": report.lines}, indent=1))
+    wrong = [x["name"] for x in report.lines if "failed" in x or x.get("right") is False]
+    print(f"{time.monotonic() - report.start:.0f} s; not right: {wrong or 'nothing'}")
+
+
+if __name__ == "__main__":
+    main()

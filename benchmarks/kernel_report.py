@@ -1,0 +1,232 @@
+"""What the Triton kernels compile to: ``python -m benchmarks.kernel_report [--arch 90]``.
+
+Needs Triton and no GPU. The ops' own launches are recorded, not run, over options that lead to
+different code; each is compiled, and the table says what a multiprocessor can hold of it: registers
+a thread, bytes of stack (spilled registers), shared memory, programs that fit at a time, and how
+many of the loads and stores of logits are 16 bytes wide.
+"""
+
+# pyright: reportMissingImports=false
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime import jit
+
+from ppokern.gae import kernel_triton as gae
+from ppokern.logprob import kernel_triton as logprob
+from ppokern.ppo_loss import kernel_triton as ppo_loss
+from ppokern.ppo_loss.reference import Inputs, Options
+
+ARCHS = (80, 90, 100)
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+REGISTERS, THREADS = 65536, 2048  # of a multiprocessor
+
+
+class Launch(NamedTuple):
+    """A kernel with what its code depends on."""
+
+    kernel: Any
+    specialization: tuple
+    constants: tuple
+    warps: int
+
+    @property
+    def name(self) -> str:
+        """Room and name of the kernel."""
+        return f"{self.kernel.fn.__module__.split('.')[1]}.{self.kernel.fn.__name__}"
+
+
+class Compiled(NamedTuple):
+    """What a kernel became."""
+
+    registers: int
+    stack: int
+    shared: int
+    resident: int  # programs that a multiprocessor holds
+    wide: int  # loads and stores of 16 bytes
+    narrow: int
+    ptx: str
+
+
+@cache
+def _backend(arch: int) -> Any:
+    return make_backend(GPUTarget("cuda", arch, 32))
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Record the launches of the block in place of running them."""
+    launches: list[Launch] = []
+    original = jit.JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        bind = jit.create_function_from_signature(self.signature, self.params, _backend(90))
+        bound, specialization, options = bind(*args, **kwargs)
+        values = [
+            value if kind == "constexpr" else None
+            for value, (kind, *_) in zip(bound.values(), specialization, strict=True)
+        ]
+        kinds = tuple(tuple(x) for x in specialization)
+        launches.append(Launch(self, kinds, tuple(values), options["num_warps"]))
+
+    jit.JITFunction.run = run
+    try:
+        yield launches
+    finally:
+        jit.JITFunction.run = original
+
+
+def compiled(launch: Launch, arch: int) -> Compiled:
+    """Compile a launch for an architecture and look at what came out."""
+    names = [p.name for p in launch.kernel.params]
+    kinds = [kind for kind, _ in launch.specialization]
+    constants = {(i,): launch.constants[i] for i, k in enumerate(kinds) if k == "constexpr"}
+    hints = {
+        (i,): _backend(arch).parse_attr(hint)
+        for i, (_, hint) in enumerate(launch.specialization)
+        if isinstance(hint, str)
+    }
+    source = ASTSource(launch.kernel, dict(zip(names, kinds, strict=True)), constants, hints)
+    result = triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": launch.warps}
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(result.asm["cubin"])
+        file.flush()
+        usage, code = (_tool("cuobjdump", option, file.name) for option in ("-res-usage", "-sass"))
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert match is not None, usage
+    registers, stack = int(match[1]), int(match[2])
+    moves = re.findall(r"\b(?:LDG|STG)\.\S+", code)
+    wide = sum(".128" in move for move in moves)
+    threads = 32 * launch.warps
+    resident = min(REGISTERS // (-(-registers // 8) * 8 * threads), THREADS // threads)
+    return Compiled(
+        registers, stack, result.metadata.shared, resident, wide, len(moves) - wide,
+        result.asm["ptx"],
+    )  # fmt: skip
+
+
+def _tool(name: str, *arguments: str) -> str:
+    command = [str(TOOLS / name), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def logprob_calls(n: int = 3, v: int = 8192, temperature: float = 0.7) -> dict[str, Callable]:
+    """Calls of both passes, from the least that they can be asked for to all of it."""
+
+    def call(dtype: torch.dtype, width: int, everything: bool) -> None:
+        logits, ids = torch.zeros(n, width, dtype=dtype), torch.zeros(n, dtype=torch.int64)
+        softcap, mask, at = None, None, torch.tensor(temperature)
+        if everything:
+            softcap, mask, at = 30.0, torch.ones(n, dtype=torch.bool), torch.ones(n)
+        saved = logprob.forward(logits, ids, mask, at, softcap, width, everything, torch.float32)
+        in_entropy = torch.ones(n) if everything else None
+        logprob.backward(
+            torch.ones(n), in_entropy, logits, ids, mask, at, softcap, width, saved, logits,
+            compact=everything,
+        )  # fmt: skip
+
+    return {
+        f"{str(dtype)[6:]} V={width}{' all' if everything else ''}": (
+            lambda d=dtype, w=width, e=everything: call(d, w, e)
+        )
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for width in (v, v + 1, 64)
+        for everything in (False, True)
+        if everything or width != 64
+        if dtype != torch.float16 or (everything and width == v)
+    }
+
+
+def gae_calls(b: int = 3, t: int = 200, gamma: float = 0.99) -> dict[str, Callable]:
+    """Calls in every layout, for short and long sequences."""
+
+    def call(shape: tuple[int, ...], time_dim: int, everything: bool, packed: bool = False) -> None:
+        flag, extra = torch.ones(shape, dtype=torch.bool), torch.ones(shape)
+        given: dict[str, Tensor | None] = dict.fromkeys(
+            ("mask", "bootstrap", "continues", "next_values", "last_values", "cu_seqlens")
+        )
+        if everything:
+            given |= {"mask": flag, "bootstrap": flag, "continues": flag, "next_values": extra}
+        if packed:
+            given |= {"cu_seqlens": torch.tensor([0, 5, shape[0]])}
+        gae.gae(
+            extra, extra, **given, gamma=gamma, lam=0.95, decay=False, time_dim=time_dim,
+            check=False,
+        )  # fmt: skip
+
+    calls: dict[str, Callable] = {}
+    for everything in (False, True):
+        word = " all" if everything else ""
+        calls[f"short{word}"] = lambda e=everything: call((b, 40), -1, e)
+        calls[f"long{word}"] = lambda e=everything: call((b, t), -1, e)
+        calls[f"time-major{word}"] = lambda e=everything: call((t, b), 0, e)
+        calls[f"packed{word}"] = lambda e=everything: call((b * t,), -1, e, True)
+    return calls
+
+
+def ppo_loss_calls(b: int = 3, t: int = 200, clip: float = 0.2) -> dict[str, Callable]:
+    """Calls of the policy loss, the value loss and both with all that can be asked for."""
+
+    def call(fields: tuple[str, ...], flags: tuple[str, ...], ratio: bool, how: str) -> None:
+        x = {name: torch.ones(b, t) for name in fields}
+        x |= {name: torch.ones(b, t, dtype=torch.bool) for name in flags}
+        coef = 0.1 if "entropy" in fields else 0.0
+        value_clip = clip if "old_values" in fields else None
+        options = (clip, clip, None, ratio, 20.0, how, coef, coef, "k3", value_clip, 0.5)
+        ppo_loss.forward(Inputs(**x), Options(*options))
+
+    policy = ("logprobs", "old_logprobs", "advantages")
+    values, rest = ("values", "old_values", "returns"), ("entropy", "weights", "ref_logprobs")
+    both = (*policy, *values, *rest)
+    return {
+        "policy": lambda: call(policy, (), False, "token_mean"),
+        "values": lambda: call(values, ("mask",), False, "token_mean"),
+        "all": lambda: call(both, ("mask", "value_mask"), False, "token_mean"),
+        "all, per token": lambda: call(both, ("mask",), False, "none"),
+        "all, by sequence": lambda: call(both, ("mask",), True, "sequence_mean"),
+    }
+
+
+def configurations() -> dict[tuple[str, str], Launch]:
+    """Return every different launch, by kernel and the first call that made it."""
+    found: dict[Launch, tuple[str, str]] = {}
+    for calls in (logprob_calls(), gae_calls(), ppo_loss_calls()):
+        for label, call in calls.items():
+            with recorded() as launches:
+                call()
+            for launch in launches:
+                found.setdefault(launch, (launch.name, label))
+    return {key: launch for launch, key in found.items()}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", type=int, choices=ARCHS, action="append")
+    archs = parser.parse_args().arch or ARCHS
+    print(f"triton {triton.__version__}")
+    titles = ("registers", "stack", "shared", "resident", "wide", "narrow")
+    print(f"{'kernel':32} {'first call':22} sm_  {' '.join(f'{t:>9}' for t in titles)}")
+    for (name, label), launch in configurations().items():
+        for arch in archs:
+            numbers = compiled(launch, arch)[:-1]
+            print(f"{name:32} {label:22} {arch:<4} {' '.join(f'{x:9}' for x in numbers)}")
+
+
+if __name__ == "__main__":
+    main()
