@@ -77,7 +77,7 @@ def milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
 def against_float64(report: Report) -> None:
     """Every op's outputs and gradients: the error beside that of plain torch in the same dtype."""
     sys.path.insert(0, str(ROOT / "tests"))
-    import calls
+    calls: Any = importlib.import_module("calls")
 
     def wide(x: Any) -> Any:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -276,7 +276,12 @@ def linear(report: Report) -> None:
 
         with ppokern.use_backend("triton"):
             own = milliseconds(mine, 5)
-            cells = {"ms": own, "GEMMs": floor, "ratio": own / floor, "GiB": peak(mine)}
+            cells: dict[str, Any] = {
+                "ms": own,
+                "GEMMs": floor,
+                "ratio": own / floor,
+                "GiB": peak(mine),
+            }
         for name, call in {"eager": eager, "liger": liger(hidden, weight, ids)}.items():
             if call is not None:
                 try:

@@ -31,7 +31,7 @@ from ppokern.ppo_loss import kernel_triton as ppo_loss
 from ppokern.ppo_loss.reference import Inputs, Options
 
 ARCHS = (80, 90, 100)
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+TOOLS = Path(str(triton.__file__)).parent / "backends/nvidia/bin"
 REGISTERS, THREADS = 65536, 2048  # of a multiprocessor
 
 
