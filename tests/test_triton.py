@@ -47,12 +47,14 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 def test_interpreted(room: str) -> None:
     skipped = [f"--deselect=tests/{test}" for test in SLOW]
     done = python(
-        *("-m", "pytest", "-q", "-x", "-k", "triton", "--sample", "8", *skipped),
+        *("-m", "pytest", "-q", "-x", "-k", "triton", "--sample", "5", *skipped),
         f"tests/test_{room}.py",
         TRITON_INTERPRET="1",
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert int(done.stdout.split(" passed")[0].split()[-1]) >= 8, done.stdout
+    assert int(done.stdout.split(" passed")[0].split()[-1]) >= 8, (
+        done.stdout
+    )  # it was not all deselected
 
 
 ONE_CALL = """

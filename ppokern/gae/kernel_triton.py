@@ -36,9 +36,8 @@ def _nearest(has_behind, value_behind, has, value):
 
 
 @triton.jit
-def _load(x, row_stride, step_stride, first, row, step, where):
-    start = x + row * row_stride + first * step_stride
-    return tl.load(start + step.to(tl.int64) * step_stride, where, other=0)
+def _load(x, row_stride, step_stride, row, step, where):
+    return tl.load(x + row * row_stride + step.to(tl.int64) * step_stride, where, other=0)
 
 
 @triton.jit
@@ -93,18 +92,15 @@ def gae_kernel(
     row = tl.expand_dims(tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64), AXIS)
     lane = tl.expand_dims(tl.arange(0, STEPS), 1 - AXIS)
     there = row < sequences
-    first = tl.zeros_like(row)
-    steps = tl.where(there, length, 0)
-    if cu_seqlens is not None:
-        first = tl.load(cu_seqlens + row, there, other=0)
-        end = tl.load(cu_seqlens + row + 1, there, other=0)
-        steps = tl.where((first >= 0) & (end <= length), end - first, 0)
-        row = tl.zeros_like(row)  # the tensors are one row
-    steps = steps.to(tl.int32)
-    behind_end = tl.zeros(row.shape, tl.float64)
+    behind_end = tl.zeros(row.shape, tl.float32)
     if last_values is not None:
-        sequence = tl.expand_dims(tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64), AXIS)
-        behind_end = tl.load(last_values + sequence * last_stride, there, other=0).to(tl.float64)
+        behind_end = tl.load(last_values + row * last_stride, there, other=0).to(tl.float32)
+    steps = tl.where(there, length, 0)
+    if cu_seqlens is not None:  # a sequence's row is its first token
+        end = tl.load(cu_seqlens + row + 1, there, other=0)
+        row = tl.load(cu_seqlens + row, there, other=0)
+        steps = tl.where((row >= 0) & (end <= length), end - row, 0)
+    steps = steps.to(tl.int32)
 
     has_behind = tl.zeros(row.shape, tl.int32)  # whether anything behind the tile is unmasked
     value_behind = tl.zeros(row.shape, tl.float32)
@@ -116,53 +112,55 @@ def gae_kernel(
         valid = inside
         follows = inside & (back > 0)
         if mask is not None:
-            valid &= _load(mask, mask_row, mask_step, first, row, step, inside) != 0
-            follows &= _load(mask, mask_row, mask_step, first, row, step + 1, follows) != 0
-        reward = _load(rewards, rewards_row, rewards_step, first, row, step, valid).to(tl.float64)
-        value = _load(values, values_row, values_step, first, row, step, valid).to(tl.float64)
-        neighbour = _load(values, values_row, values_step, first, row, step + 1, follows)
+            valid &= _load(mask, mask_row, mask_step, row, step, inside) != 0
+            follows &= _load(mask, mask_row, mask_step, row, step + 1, follows) != 0
+        reward = _load(rewards, rewards_row, rewards_step, row, step, valid).to(tl.float32)
+        value = _load(values, values_row, values_step, row, step, valid).to(tl.float32)
+        neighbour = _load(values, values_row, values_step, row, step + 1, follows).to(tl.float32)
 
-        has, follower = follows.to(tl.int32), neighbour.to(tl.float32)
+        has, follower = follows.to(tl.int32), neighbour
         if mask is not None:
             has, follower = tl.associative_scan((has, follower), AXIS, _nearest)
             follower = tl.where(has != 0, follower, value_behind)
             has = has | has_behind
-            has_behind = _at(has, lane, STEPS - 1, AXIS)
+            has_behind = has_behind | tl.max(valid.to(tl.int32), AXIS, keep_dims=True)
             value_behind = _at(follower, lane, STEPS - 1, AXIS)
         if COUNT_MASKED:
-            follower = neighbour.to(tl.float32)
-        follower = follower.to(tl.float64)
+            follower = neighbour
         last = valid & (has == 0)
 
         boots = tl.full(inside.shape, True, tl.int1)
         if bootstrap is not None:
-            given = _load(bootstrap, bootstrap_row, bootstrap_step, first, row, step, valid)
+            given = _load(bootstrap, bootstrap_row, bootstrap_step, row, step, valid)
             boots = (given != 0) | ~valid
         goes_on = boots
         if continues is not None:
-            given = _load(continues, continues_row, continues_step, first, row, step, valid)
+            given = _load(continues, continues_row, continues_step, row, step, valid)
             goes_on = (given != 0) | ~valid
         wrong = valid & ~last & goes_on & ~boots
         if next_values is not None:
             reads = valid & boots
-            x = _load(next_values, next_values_row, next_values_step, first, row, step, reads)
-            follower = tl.where(valid, x.to(tl.float64), follower)
+            x = _load(next_values, next_values_row, next_values_step, row, step, reads)
+            follower = tl.where(valid, x.to(tl.float32), follower)
         else:
             follower = tl.where(last, behind_end, follower)
             wrong |= valid & ~last & boots & ~goes_on
-        delta = tm.gae_delta(reward, value, tl.where(boots, follower, 0.0), gamma)
+        follower = tl.where(boots, follower, 0.0).to(tl.float64)
+        delta = tm.gae_delta(reward.to(tl.float64), value.to(tl.float64), follower, gamma)
         delta = tl.where(wrong, float("nan"), delta)
-        carry = tl.where(goes_on & ~last, decay, 0.0)
+        carry = tl.where(goes_on & ~last, decay, 0.0).to(tl.float64)
         if not COUNT_MASKED:
             delta, carry = tl.where(valid, delta, 0.0), tl.where(valid, carry, 1.0)
 
         carry, delta = tl.associative_scan((carry, delta), AXIS, _compose)
         advantage = tm.gae_step(delta, carry, advantage_behind)
         advantage_behind = _at(advantage, lane, STEPS - 1, AXIS)
-        at = row * out_row + first * out_step + step.to(tl.int64) * out_step
+        at = row * out_row + step.to(tl.int64) * out_step
         result = tl.where(valid, advantage, 0.0)
         tl.store(advantages + at, result.to(tl.float32), inside)
-        tl.store(returns + at, tl.where(valid, result + value, 0.0).to(tl.float32), inside)
+        tl.store(
+            returns + at, tl.where(valid, result + value.to(tl.float64), 0.0).to(tl.float32), inside
+        )
 
 
 def gae(
@@ -201,7 +199,7 @@ def gae(
     def strides(x: Tensor | None) -> tuple[int, int]:
         if x is None:
             return 0, 0
-        return x.stride(1 + time_dim) if x.dim() == 2 else 0, x.stride(time_dim)
+        return x.stride(1 + time_dim) if x.dim() == 2 else x.stride(0), x.stride(time_dim)
 
     def with_strides(x: Tensor | None) -> tuple[Tensor | None, int, int]:
         return x, *strides(x)
