@@ -292,6 +292,15 @@ def test_long_sequences(backend: str, dtype: torch.dtype, length: int) -> None:
     check(r, v, gamma=0.999, lam=0.98, mask=torch.rand(2, length) < 0.9)
 
 
+@pytest.mark.parametrize("mode", ["skip", "decay"])
+def test_a_gap_of_any_length(backend: str, mode: str) -> None:
+    """Longer than what a kernel looks at in one go."""
+    r, v = draw((1, 2300), torch.float32)
+    mask = torch.zeros(1, 2300, dtype=torch.bool)
+    mask[:, [3, 4, 7, 2250, 2251]] = True
+    check(r, v, mask=mask, mask_mode=mode, last_values=torch.ones(1))
+
+
 @pytest.mark.parametrize("batch", [1, 3, 4, 5, 7, 33])
 def test_every_number_of_rows(backend: str, batch: int) -> None:
     r, v = draw((batch, 6), torch.float32)

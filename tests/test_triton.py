@@ -20,7 +20,15 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("logprob", "linear", "linear_loss", "gae", "ppo_loss", "token_math_triton")
+ROOMS = (
+    "logprob",
+    "linear",
+    "linear_loss",
+    "gae",
+    "ppo_loss",
+    "token_math_triton",
+    "logprob_triton",
+)
 SLOW = ("test_gae.py::test_determinism", "test_ppo_loss.py::test_determinism")  # many sequences
 
 if not INTERPRETED:
