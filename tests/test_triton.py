@@ -60,9 +60,8 @@ def test_interpreted(room: str) -> None:
         TRITON_INTERPRET="1",
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert int(done.stdout.split(" passed")[0].split()[-1]) >= 8, (
-        done.stdout
-    )  # it was not all deselected
+    passed = int(done.stdout.split(" passed")[0].split()[-1])
+    assert passed >= 8, "most of it was deselected"
 
 
 ONE_CALL = """
