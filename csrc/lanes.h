@@ -28,6 +28,30 @@ inline Mask load(const uint8_t* from) {
 #endif
 }
 
+// A bit for each of kLanes bytes that is not 0.
+inline uint32_t bits_of(const uint8_t* from) {
+#if PPOKERN_LANES == 16
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+  return _mm_test_epi8_mask(bytes, bytes);
+#elif PPOKERN_LANES == 8
+  const __m128i bytes = _mm_loadl_epi64((const __m128i*)from);
+  return ~_mm_movemask_epi8(_mm_cmpeq_epi8(bytes, _mm_setzero_si128())) & 0xff;
+#else
+  return (from[0] != 0) | (from[1] != 0) << 1 | (from[2] != 0) << 2 | (from[3] != 0) << 3;
+#endif
+}
+
+// The lanes whose bits are 1.
+inline Mask mask_of(uint32_t bits) {
+#if PPOKERN_LANES == 16
+  return (Mask)_mm512_maskz_set1_epi32(bits, -1);
+#elif PPOKERN_LANES == 8
+  return ((Bits{} + bits) & Bits{1, 2, 4, 8, 16, 32, 64, 128}) != 0;
+#else
+  return ((Bits{} + bits) & Bits{1, 2, 4, 8}) != 0;
+#endif
+}
+
 inline void store(float* to, Lanes x) { std::memcpy(to, &x, sizeof x); }
 
 inline bool any(Mask mask) {
@@ -248,27 +272,26 @@ inline float reduce(Lanes x, Take take) {
   return fold<kLanes / 2>(x, take, std::make_integer_sequence<int, kLanes>())[0];
 }
 
-template <int kBlock, class V, int... kLane>
-inline void exchange_blocks(V* rows, std::integer_sequence<int, kLane...> lanes) {
+template <int kBlock, int... kLane>
+inline void exchange_blocks(Lanes* rows, std::integer_sequence<int, kLane...> lanes) {
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
     if (i & kBlock) continue;
-    const V upper = rows[i], lower = rows[i + kBlock];
+    const Lanes upper = rows[i], lower = rows[i + kBlock];
     rows[i] = shuffle<(kLane & kBlock ? kLanes + kLane - kBlock : kLane)...>(upper, lower);
     rows[i + kBlock] = shuffle<(kLane & kBlock ? kLanes + kLane : kLane + kBlock)...>(upper, lower);
   }
   if constexpr (kBlock > 1) exchange_blocks<kBlock / 2>(rows, lanes);
 }
 
-// Transposes kLanes vectors: at each size of block, those off the diagonal change places.
-template <class V>
-__attribute__((noinline)) void transpose(V* x) {
-  V rows[kLanes];  // in registers, which the stores to x would not allow
+// Transposes kLanes rows: at each size of block, those off the diagonal change places.
+__attribute__((noinline, unused)) void transpose(const float* const* rows, Lanes* to) {
+  Lanes x[kLanes];  // in registers, which the stores would not allow
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) rows[i] = x[i];
-  exchange_blocks<kLanes / 2>(rows, std::make_integer_sequence<int, kLanes>());
+  for (int i = 0; i < kLanes; ++i) x[i] = load(rows[i]);
+  exchange_blocks<kLanes / 2>(x, std::make_integer_sequence<int, kLanes>());
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) x[i] = rows[i];
+  for (int i = 0; i < kLanes; ++i) to[i] = x[i];
 }
 
 }  // namespace
