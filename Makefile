@@ -1,4 +1,4 @@
-# make demo | test | lint | types | venv
+# make demo | test | bench | lint | types | capabilities | sanitize | venv
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 DEMO_DATA := trainer/presets/demo-requirements.txt
 CSRC := $(wildcard csrc/* csrc/*/*)
 
-.PHONY: demo test lint types venv
+.PHONY: demo test bench lint types capabilities sanitize venv
 
 demo:
 	@start=$$(date +%s); $(MAKE) --silent $(READY); seconds=$$(($$(date +%s) - start)); \
@@ -15,6 +15,29 @@ demo:
 
 test: $(READY)
 	$(PYTHON) -m pytest
+
+# One run beside plain torch and torch.compile; BENCH=benchmarks/bench_gae.py measures a part.
+bench: $(READY)
+	mkdir -p runs/bench
+	$(PYTHON) -m pytest -q $(or $(BENCH),benchmarks) --benchmark-json=runs/bench/bench.json
+
+# The op tests on each instruction set, and on kernels built with ASan and UBSan; OPS is a part.
+OPS := $(wildcard tests/test_*.py)
+OPS := $(filter-out tests/test_packaging.py tests/test_readme.py,$(OPS))
+SANITIZED := build/sanitize/lib
+
+capabilities: $(READY)
+	PPOKERN_CPU_CAPABILITY=default $(PYTHON) -m pytest -q $(OPS)
+	PPOKERN_CPU_CAPABILITY=avx2 $(PYTHON) -m pytest -q $(OPS)
+
+sanitize: $(SANITIZED)
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 PYTHONSAFEPATH=1 PYTHONPATH=$(SANITIZED) \
+	$(PYTHON) -m pytest -q $(OPS)
+
+$(SANITIZED): $(READY) $(CSRC)
+	PPOKERN_BUILD=sanitize $(PYTHON) setup.py -q build --build-base build/sanitize --build-lib $@
+	touch $@
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

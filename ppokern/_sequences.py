@@ -48,6 +48,17 @@ class Sequences:
         nearest = here.flip(-1).cummin(-1).values.flip(-1)
         return torch.cat([nearest[..., 1:], torch.full_like(nearest[..., :1], self.length)], -1)
 
+    def last(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return for each sequence the flat index of its last unmasked token, and if it has one."""
+        ends = torch.where(mask, torch.arange(1, self.length + 1, device=mask.device), 0)
+        if self._cu_seqlens is None:
+            last = ends.amax(-1) if self.length else mask.new_zeros(self.shape, dtype=torch.int64)
+            starts = torch.arange(last.numel(), device=mask.device).view(last.shape) * self.length
+        else:
+            last = ends.new_zeros(self.shape).scatter_reduce(0, self._segment, ends, "amax")
+            starts = 0
+        return (starts + last - 1).clamp(min=0), last > 0
+
     def is_last(self, mask: Tensor) -> Tensor:
         """Return where a sequence's last unmasked token stands."""
         return mask & (self.next_unmasked(mask) >= self.end())
