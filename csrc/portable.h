@@ -9,6 +9,10 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
 #if defined(__CUDACC__)
 #define PPOKERN_HOST_DEVICE __host__ __device__
 #else
@@ -138,6 +142,17 @@ inline Isa isa() {
 
 inline const char* cpu_capability() {
   return isa() == Isa::kAvx512 ? "avx512" : isa() == Isa::kAvx2 ? "avx2" : "default";
+}
+
+// Whether this process is a fork: the threads that OpenMP would wait for stayed in its parent.
+inline bool forked = false;
+#if defined(__unix__) || defined(__APPLE__)
+inline const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#endif
+
+// How many threads work on so many elements: one, where waking others costs more than it saves.
+inline int threads_for(int64_t elements, int threads) {
+  return forked || elements < 1 << 16 ? 1 : threads;
 }
 
 }  // namespace ppokern

@@ -320,8 +320,6 @@ bool walk(const GaeArgs& args, int64_t first, int64_t last) {
 namespace ppokern {
 namespace {
 
-constexpr int64_t kSerial = 1 << 16;  // elements; below, waking threads costs more than it saves
-
 // Out of bounds there would be memory of others.
 void check_boundaries(const GaeArgs& args) {
   const int64_t *begin = args.cu_seqlens.data, *end = begin + args.sequences + 1;
@@ -344,7 +342,7 @@ bool gae_cpu(const GaeArgs& args) {
   if (args.cu_seqlens.data) check_boundaries(args);
   const auto walk = PPOKERN_BEST(walk);
   const int64_t elements = args.steps * (args.cu_seqlens.data ? 1 : args.sequences);
-  const int parts = elements < kSerial ? 1 : args.threads;
+  const int parts = threads_for(elements, args.threads);
   bool finite = true;
 #pragma omp parallel for num_threads(parts) reduction(&& : finite)
   for (int part = 0; part < parts; ++part) {

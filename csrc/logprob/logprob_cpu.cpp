@@ -380,10 +380,8 @@ int64_t backward(const LogprobBackwardArgs& args, int64_t first, int64_t last) {
 namespace ppokern {
 namespace {
 
-constexpr int64_t kSerial = 1 << 16;  // logits; below, waking threads costs more than it saves
-
 int parts_of(const TokenLogits& tokens) {
-  return tokens.rows * tokens.vocab_size <= kSerial ? 1 : tokens.threads;
+  return threads_for(tokens.rows * tokens.vocab_size, tokens.threads);
 }
 
 template <class T>
