@@ -1,6 +1,7 @@
 """Log-probs from logits, of 256 MiB of them."""
 
 import functools
+import time
 from collections.abc import Callable
 
 import pytest
@@ -96,3 +97,15 @@ def bench_backward(measure: Callable, v: int, dtype: torch.dtype, form: str) -> 
         return (call(source.view_as(source), ids).sum(),)
 
     measure(f"backward {v} {dtype}", form, lambda x: x.backward(), forward, moved=moved)
+
+
+@pytest.mark.benchmark(timer=time.perf_counter)
+@pytest.mark.parametrize("form", ["eager", *ppokern.available_backends()])
+@pytest.mark.parametrize("threads", [1, 2])
+@DTYPES
+def bench_threads(measure: Callable, dtype: torch.dtype, threads: int, form: str) -> None:
+    """Forward pass on one and on two threads, by the clock on the wall."""
+    logits, ids, _, _ = data(32_768, dtype)
+    torch.set_num_threads(threads)
+    call = {"eager": softmax_form}.get(form, ppokern.selected_logprobs)
+    measure(f"forward 32768 {dtype}, wall, {threads} threads", form, lambda: call(logits, ids))
