@@ -138,8 +138,8 @@ inline Isa best_isa() {
 }
 
 // The instruction set of the kernels: the machine's best, or a lower one that the environment
-// names when it is first asked for. Advantages are the same to the bit on all of them; log-probs and
-// losses differ by rounding, since they use fused multiply-adds where there are some.
+// names when it is first asked for. Advantages are the same to the bit on all of them; log-probs
+// and losses differ by rounding, since they use fused multiply-adds where there are some.
 inline Isa isa() {
   static const Isa chosen = [] {
     const char* named = std::getenv("PPOKERN_CPU_CAPABILITY");

@@ -105,8 +105,8 @@ struct Clipped {
 // -min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 not above -dual_clip A; the slope is that in
 // log r. The ratio that counts is chosen before it is multiplied, so that an infinite ratio meets
 // no zero.
-// Schulman et al. 2017 (arXiv 1707.06347), equation 7; dual clip: Ye et al. 2020 (arXiv 1912.09729),
-// equation 3.
+// Schulman et al. 2017 (arXiv 1707.06347), equation 7; dual clip: Ye et al. 2020 (arXiv
+// 1912.09729), equation 3.
 template <class F>
 PPOKERN_HOST_DEVICE inline Clipped<F> clip_surrogate(F ratio, F advantage, double low, double high,
                                                      float dual_clip) {
@@ -117,7 +117,7 @@ PPOKERN_HOST_DEVICE inline Clipped<F> clip_surrogate(F ratio, F advantage, doubl
   F used = advantage == 0 ? F{} + 1 : ratio;
   used = above ? ceiling : below ? floor : bound ? F{} + dual_clip : used;
   const F loss = -used * advantage;
-  const auto flat = above | below | bound;
+  const decltype(F{} < F{}) flat = above | below | bound;
   return {loss, flat ? F{} : loss, flat};
 }
 

@@ -20,10 +20,10 @@ struct PpoLossArgs {
   Dense<const float> ref_logprobs;
   Dense<const float> old_values;  // absent: values are not clipped
   Dense<const float> returns;
-  Dense<const uint8_t> mask;           // absent: all True
-  Dense<const uint8_t> value_mask;     // the same, of the value term
-  Dense<const int64_t> cu_seqlens;     // absent: not packed
-  std::optional<float> denominator;    // none: the count of tokens or sequences
+  Dense<const uint8_t> mask;         // absent: all True
+  Dense<const uint8_t> value_mask;   // the same, of the value term
+  Dense<const int64_t> cu_seqlens;   // absent: not packed
+  std::optional<float> denominator;  // none: the count of tokens or sequences
   std::optional<float> value_denominator;
   int64_t sequences;
   int64_t tokens;  // of all sequences, at least one

@@ -1,11 +1,11 @@
 // The PPO losses on the CPU: loss, statistics and slopes in one pass over the tokens.
 //
 // Moves 4 bytes per token for each tensor per token, in or out, and 1 for a mask. A pass over the
-// masks goes before, since a token's share in the loss takes their counts; with a ratio per sequence
-// it reads the log-probs too. Tokens are cut into blocks that fit the first cache: each part of the
-// loss passes over a block on its own, so that one that is off costs a branch per block. A block's
-// sums are floats in lanes, a segment's are doubles, and segments are added up in their order,
-// whatever thread made them.
+// masks goes before, since a token's share in the loss takes their counts; with a ratio per
+// sequence it reads the log-probs too. Tokens are cut into blocks that fit the first cache: each
+// part of the loss passes over a block on its own, so that one that is off costs a branch per
+// block. A block's sums are floats in lanes, a segment's are doubles, and segments are added up in
+// their order, whatever thread made them.
 
 #include <algorithm>
 #include <limits>
@@ -57,7 +57,8 @@ inline double sum_of(Lanes x) { return reduce(x, Plus()); }
 // --- sequences -----------------------------------------------------------------------------------
 
 int64_t begin_of(const PpoLossArgs& args, int64_t sequence) {
-  return args.cu_seqlens ? args.cu_seqlens.data[sequence] : sequence * (args.tokens / args.sequences);
+  return args.cu_seqlens ? args.cu_seqlens.data[sequence]
+                         : sequence * (args.tokens / args.sequences);
 }
 
 // Writes to each token what its sequence has.
@@ -140,18 +141,24 @@ std::vector<float> mean_log_ratios(const PpoLossArgs& args, const Counts& counts
   return means;
 }
 
-// --- the parts of the loss -------------------------------------------------------------------------
+// --- the parts of the loss
+// -------------------------------------------------------------------------
+
+// Those of the first line as they enter the loss; the others plain.
+// clang-format off
+enum Sum {
+  kPolicy, kScaledEntropy, kScaledKl, kValue,
+  kRatio, kK1, kK2, kK3, kOutside, kFlat, kEntropy, kKl, kLarger,
+  kSums,
+};
+// clang-format on
 
 struct Sums {
-  double policy = 0, entropy = 0, kl = 0, value = 0;  // as they enter the loss
-  double ratio = 0, k1 = 0, k2 = 0, k3 = 0, outside = 0, flat = 0;
-  double plain_entropy = 0, plain_kl = 0, larger = 0;
+  double of[kSums] = {};
   float ratio_min = kInfinity, ratio_max = -kInfinity;
 
   void operator+=(const Sums& other) {
-    double* mine = &policy;
-    const double* theirs = &other.policy;
-    for (double* end = &larger + 1; mine < end;) *mine++ += *theirs++;
+    for (int i = 0; i < kSums; ++i) of[i] += other.of[i];
     ratio_min = std::min(ratio_min, other.ratio_min);
     ratio_max = std::max(ratio_max, other.ratio_max);
   }
@@ -228,15 +235,15 @@ void add_policy(const Block& block, Sums& sums) {
     k2 += kl_k2(-own);
     k3 += kl_k3(-own);
   });
-  sums.policy += sum_of(loss);
-  sums.ratio += sum_of(ratios);
+  sums.of[kPolicy] += sum_of(loss);
+  sums.of[kRatio] += sum_of(ratios);
   sums.ratio_min = std::min(sums.ratio_min, reduce(least, Min()));
   sums.ratio_max = std::max(sums.ratio_max, reduce(most, Max()));
-  sums.outside += sum_of(outside);
-  sums.flat += sum_of(flat);
-  sums.k1 += sum_of(k1);
-  sums.k2 += sum_of(k2);
-  sums.k3 += sum_of(k3);
+  sums.of[kOutside] += sum_of(outside);
+  sums.of[kFlat] += sum_of(flat);
+  sums.of[kK1] += sum_of(k1);
+  sums.of[kK2] += sum_of(k2);
+  sums.of[kK3] += sum_of(k3);
 }
 
 void add_entropy(const Block& block, Sums& sums) {
@@ -248,10 +255,11 @@ void add_entropy(const Block& block, Sums& sums) {
     const Lanes entropy = take(args.entropy, at, count, mask);
     plain += entropy;
     total += block.add(at, count, scale, entropy, -args.entropy_coef);
-    if (args.entropy_slopes) store(args.entropy_slopes.data + at, -args.entropy_coef * scale, count);
+    if (args.entropy_slopes)
+      store(args.entropy_slopes.data + at, -args.entropy_coef * scale, count);
   });
-  sums.plain_entropy += sum_of(plain);
-  sums.entropy += sum_of(total);
+  sums.of[kEntropy] += sum_of(plain);
+  sums.of[kScaledEntropy] += sum_of(total);
 }
 
 template <Lanes (*kEstimate)(Lanes), Lanes (*kSlope)(Lanes)>
@@ -272,8 +280,8 @@ void add_kl(const Block& block, Sums& sums) {
     const Lanes of_policy = args.ratio_slopes ? Lanes{} : load(slopes + at, count);
     store(slopes + at, slope + of_policy, count);
   });
-  sums.plain_kl += sum_of(plain);
-  sums.kl += sum_of(total);
+  sums.of[kKl] += sum_of(plain);
+  sums.of[kScaledKl] += sum_of(total);
 }
 
 void add_value(const Block& block, Sums& sums) {
@@ -284,18 +292,18 @@ void add_value(const Block& block, Sums& sums) {
     const Lanes scale = block.scale(block.value_scales, at, count, mask);
     const Lanes value = take(args.values, at, count, mask);
     const Lanes target = take(args.returns, at, count, mask);
-    const Clipped<Lanes> token =
-        args.old_values ? clip_value(value, take(args.old_values, at, count, mask), target,
-                                     args.value_clip_range)
-                        : value_error(value, target);
+    const Clipped<Lanes> token = args.old_values
+                                     ? clip_value(value, take(args.old_values, at, count, mask),
+                                                  target, args.value_clip_range)
+                                     : value_error(value, target);
     loss += block.add(at, count, scale, token.loss, args.value_coef);
     larger += one_where(token.flat);
     if (args.value_slopes) {
       store(args.value_slopes.data + at, args.value_coef * scale * token.slope, count);
     }
   });
-  sums.value += sum_of(loss);
-  sums.larger += sum_of(larger);
+  sums.of[kValue] += sum_of(loss);
+  sums.of[kLarger] += sum_of(larger);
 }
 
 void add_parts(const Block& block, Sums& sums) {
@@ -319,27 +327,25 @@ void finish(const PpoLossArgs& args, const Sums& sums, const Counts& counts,
   float* to = args.stats.data;
   const auto mean = [](double sum, int64_t count) { return count ? sum / count : 0; };
   if (args.logprobs) {
-    const float lost = sums.ratio - sums.ratio;  // a NaN, which no comparison sees
     const bool any = counts.tokens != 0;
-    *to++ = per_token ? mean(sums.policy, counts.tokens) : sums.policy;
-    *to++ = mean(sums.ratio, counts.tokens);
-    *to++ = any ? sums.ratio_min + (lost == lost ? 0 : lost) : 0;
-    *to++ = any ? sums.ratio_max : 0;
-    for (double sum : {sums.k1, sums.k2, sums.k3, sums.outside, sums.flat}) {
-      *to++ = mean(sum, counts.tokens);
-    }
+    const float lost = sums.of[kRatio] != sums.of[kRatio] ? kNan : 0;  // no comparison sees it
+    *to++ = per_token ? mean(sums.of[kPolicy], counts.tokens) : sums.of[kPolicy];
+    *to++ = mean(sums.of[kRatio], counts.tokens);
+    *to++ = any ? sums.ratio_min + lost : 0;
+    *to++ = any ? sums.ratio_max + lost : 0;
+    for (int i : {kK1, kK2, kK3, kOutside, kFlat}) *to++ = mean(sums.of[i], counts.tokens);
   }
-  if (args.entropy) *to++ = mean(sums.plain_entropy, counts.tokens);
-  if (args.ref_logprobs) *to++ = mean(sums.plain_kl, counts.tokens);
-  if (args.values) *to++ = per_token ? mean(sums.value, value_counts.tokens) : sums.value;
-  if (args.old_values) *to++ = mean(sums.larger, value_counts.tokens);
+  if (args.entropy) *to++ = mean(sums.of[kEntropy], counts.tokens);
+  if (args.ref_logprobs) *to++ = mean(sums.of[kKl], counts.tokens);
+  if (args.values) *to++ = per_token ? mean(sums.of[kValue], value_counts.tokens) : sums.of[kValue];
+  if (args.old_values) *to++ = mean(sums.of[kLarger], value_counts.tokens);
   *to++ = counts.tokens;
   *to++ = counts.sequences;
   if (per_token) return;
-  double loss = sums.policy;
-  if (args.entropy_coef != 0) loss -= args.entropy_coef * sums.entropy;
-  if (args.kl_coef != 0) loss += args.kl_coef * sums.kl;
-  if (args.value_coef != 0) loss += args.value_coef * sums.value;
+  double loss = sums.of[kPolicy];
+  if (args.entropy_coef != 0) loss -= args.entropy_coef * sums.of[kScaledEntropy];
+  if (args.kl_coef != 0) loss += args.kl_coef * sums.of[kScaledKl];
+  if (args.value_coef != 0) loss += args.value_coef * sums.of[kValue];
   *args.loss.data = loss;
 }
 
