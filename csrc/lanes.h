@@ -103,6 +103,14 @@ inline Lanes max(Lanes a, Lanes b) {
 #endif
 }
 
+// The second one if either is NaN.
+inline Lanes min(Lanes a, Lanes b) { return a < b ? a : b; }
+
+// NaN stays one.
+inline Lanes clamp(Lanes x, float low, float high) {
+  return min(broadcast(high), max(broadcast(low), x));
+}
+
 // scale * 2^x: 2^x is exact for integers, 0 below -126, inf from 128 on, else of a relative error
 // of 1.5e-7. A polynomial, minimax on [0, 1] with value 1 at 0, of the distance from the integer
 // below.
@@ -174,16 +182,14 @@ struct Expm1 {
 
   explicit Expm1(Lanes x) {
     const float log2e = 1.44269504088896f;
-    x = x < -150.0f ? broadcast(-150.0f) : x > 89.0f ? broadcast(89.0f) : x;  // else n is not exact
+    x = clamp(x, -150, 89);  // beyond, n is not exact
     n = (x * log2e + 0x1.8p23f) - 0x1.8p23f;
     const Lanes r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), x));
-    Lanes p = broadcast(1.9875691500e-4f);  // minimax on [-log(2) / 2, log(2) / 2]; Cephes, expf
-    p = fma(p, r, broadcast(1.3981999507e-3f));
-    p = fma(p, r, broadcast(8.3334519073e-3f));
-    p = fma(p, r, broadcast(4.1665795894e-2f));
-    p = fma(p, r, broadcast(1.6666665459e-1f));
-    p = fma(p, r, broadcast(5.0000001201e-1f));
-    rest = fma(p, r * r, r);
+    const Lanes square = r * r;  // minimax on [-log(2) / 2, log(2) / 2]; Cephes, expf
+    const Lanes high = fma(broadcast(1.9875691500e-4f), r, broadcast(1.3981999507e-3f));
+    const Lanes middle = fma(broadcast(8.3334519073e-3f), r, broadcast(4.1665795894e-2f));
+    const Lanes low = fma(broadcast(1.6666665459e-1f), r, broadcast(5.0000001201e-1f));
+    rest = fma(fma(fma(high, square, middle), square, low), square, r);
   }
 };
 
@@ -203,7 +209,7 @@ inline Lanes exp(Lanes x) {
 }
 
 inline Lanes expm1(Lanes x) {
-  const Expm1 e(x < -64.0f ? broadcast(-64.0f) : x);  // below it is -1
+  const Expm1 e(max(broadcast(-64), x));  // below it is -1
   return scaled(e.rest + (1.0f - scaled(broadcast(1), -e.n)), e.n);
 }
 
@@ -314,7 +320,7 @@ struct Plus {
 };
 
 struct Min {
-  Lanes operator()(Lanes a, Lanes b) const { return a < b ? a : b; }
+  Lanes operator()(Lanes a, Lanes b) const { return min(a, b); }
 };
 
 struct Max {

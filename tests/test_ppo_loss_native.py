@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif("cpu" not in available_backends(), reason="no C+
 
 INF, NAN = torch.inf, torch.nan
 Call = tuple[Inputs, Options]
-# around a vector of each width, a block and a segment
-EDGES = [n + d for n in (4, 8, 16, 32, 512, 1024, 2**14) for d in (-1, 0, 1)]
+# around vectors, blocks (of 64, 128 or 256 tokens) and a segment
+EDGES = [n + d for n in (4, 8, 16, 32, 64, 128, 256, 512, 2**14) for d in (-1, 0, 1)]
 SIZES = [1, 2, *EDGES, 40_001]
 
 
@@ -196,6 +196,20 @@ def test_the_slope_of_k3_is_exact_near_zero_and_far_from_it() -> None:
     size = torch.maximum(k3, d.double().abs())  # what is added up
     assert ((terms - k3).abs() / size.where(d != 0, 1.0))[finite].max() < 2e-7
     assert slopes_and_terms(torch.tensor([200.0, -200.0]), kl_coef=1.0)[0].tolist() == [1, -INF]
+
+
+def test_sums_of_equal_numbers_do_not_drift() -> None:
+    """Their roundings are equal as well."""
+    zero = torch.zeros(20_000)
+    for d in torch.linspace(-1, 1, 201):
+        x = Inputs(logprobs=zero + d, old_logprobs=zero, advantages=zero - 1, entropy=zero + d)
+        o = checked_options(INF, aggregate="sum")
+        out = kernel_native.forward(x, o)
+        stats = dict(zip(reference.stat_names(x, o), out.stats.double(), strict=True))
+        ratio = d.double().exp()
+        assert (stats["ratio_mean"] / ratio - 1).abs() < 6e-7
+        assert (out.loss / (20_000 * ratio) - 1).abs() < 6e-7
+        assert (stats["entropy"] - d).abs() <= 6e-7 * d.abs()
 
 
 TENSORS = Inputs._fields[:9]

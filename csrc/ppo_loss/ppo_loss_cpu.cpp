@@ -21,7 +21,7 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr int64_t kBlock = 512;
+constexpr int64_t kBlock = 16 * kLanes;  // so few, since roundings of equal numbers add up
 constexpr int64_t kSegment = 1 << 14;
 constexpr int64_t kSerial = 1 << 16;  // tokens; below, waking threads costs more than it saves
 
@@ -193,8 +193,7 @@ inline Clipped<Lanes> surrogate(const PpoLossArgs& args, Lanes log_ratio, Lanes 
   const float limit = args.log_ratio_limit;
   const Mask forbidden = log_ratio == -kInfinity;
   const Mask above = log_ratio > limit, below = log_ratio < -limit;
-  ratio = exp(above ? broadcast(limit) : below ? broadcast(-limit) : log_ratio);
-  ratio = forbidden ? Lanes{} : ratio;
+  ratio = forbidden ? Lanes{} : exp(clamp(log_ratio, -limit, limit));
   Clipped<Lanes> result = clip_surrogate(ratio, advantage, args.low, args.high, args.dual_clip);
   const Lanes spoilt = (old_logprob - old_logprob) + (advantage - advantage) + (weight - weight);
   const Mask sound = (spoilt == 0) & (logprob < kInfinity);
@@ -227,8 +226,8 @@ void add_policy(const Block& block, Sums& sums) {
     loss += block.add(at, count, scale, token.loss, 1);
     store(slopes + at, scale * token.slope, count);
     ratios += mask ? ratio : Lanes{};
-    least = Min()(mask ? ratio : broadcast(kInfinity), least);
-    most = Max()(mask ? ratio : broadcast(-kInfinity), most);
+    least = min(mask ? ratio : broadcast(kInfinity), least);
+    most = max(mask ? ratio : broadcast(-kInfinity), most);
     outside += one_where((ratio < floor) | (ratio > ceiling));
     flat += one_where(token.flat);
     k1 += kl_k1(-own);

@@ -1,5 +1,7 @@
 """The PPO losses on the CPU in C++: turns tensors into addresses."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,8 @@ def forward(x: Inputs, o: Options) -> Output:
         sequences = cu_seqlens.shape[0] - 1
     else:
         sequences = like.numel() // like.shape[-1] if like.dim() else 1
-
     out = reference.empty_output(x, o)
-    _native.ppo_loss(
+    args: list[Any] = [
         *(_address(t) for t in (*floats, *masks, cu_seqlens)),
         *(None if t is None else float(t) for t in x[-2:]),
         sequences,
@@ -43,7 +44,8 @@ def forward(x: Inputs, o: Options) -> Output:
         o.value_coef,
         torch.get_num_threads(),
         *(_address(t) for t in out),
-    )
+    ]
+    _native.ppo_loss(*args)
     return out
 
 
