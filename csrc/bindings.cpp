@@ -58,6 +58,10 @@ using Floats = View<const float>;
 using Bools = View<const uint8_t>;
 using Ints = View<const int64_t>;
 using Output = View<float>;
+using In = Dense<const float>;
+using Flags = Dense<const uint8_t>;
+using Out = Dense<float>;
+using Number = std::optional<float>;
 
 PYBIND11_MODULE(_native, m) {
   const py::call_guard<py::gil_scoped_release> release;
@@ -74,10 +78,6 @@ PYBIND11_MODULE(_native, m) {
         takes<Rows, int, Ints, Bools, Floats, float, int64_t, int64_t, int, Floats, Floats, Floats,
               Floats, Floats, Floats, Rows, int64_t, bool>(&logprob_backward_cpu),
         release);
-  using In = Dense<const float>;
-  using Flags = Dense<const uint8_t>;
-  using Out = Dense<float>;
-  using Number = std::optional<float>;
   m.def("ppo_loss",
         takes<In, In, In, In, In, In, In, In, In, Flags, Flags, Dense<const int64_t>, Number,
               Number, int64_t, int64_t, double, double, float, float, std::string, float, float,

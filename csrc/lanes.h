@@ -182,7 +182,7 @@ struct Expm1 {
 
   explicit Expm1(Lanes x) {
     const float log2e = 1.44269504088896f;
-    x = clamp(x, -150, 89);  // beyond, n is not exact
+    x = clamp(x, -150, 89);  // beyond, exp is 0 or infinite
     n = (x * log2e + 0x1.8p23f) - 0x1.8p23f;
     const Lanes r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), x));
     const Lanes square = r * r;  // minimax on [-log(2) / 2, log(2) / 2]; Cephes, expf

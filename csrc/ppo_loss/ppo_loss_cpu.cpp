@@ -54,8 +54,6 @@ inline Lanes one_where(Mask mask) { return mask ? broadcast(1) : Lanes{}; }
 
 inline double sum_of(Lanes x) { return reduce(x, Plus()); }
 
-// --- sequences -----------------------------------------------------------------------------------
-
 int64_t begin_of(const PpoLossArgs& args, int64_t sequence) {
   return args.cu_seqlens ? args.cu_seqlens.data[sequence]
                          : sequence * (args.tokens / args.sequences);
@@ -141,9 +139,6 @@ std::vector<float> mean_log_ratios(const PpoLossArgs& args, const Counts& counts
   return means;
 }
 
-// --- the parts of the loss
-// -------------------------------------------------------------------------
-
 // Those of the first line as they enter the loss; the others plain.
 // clang-format off
 enum Sum {
@@ -164,15 +159,17 @@ struct Sums {
   }
 };
 
+// Some tokens, with what their sequences give them.
 struct Block {
   const PpoLossArgs& args;
-  bool per_token;  // losses
+  bool per_token;  // the loss is
   int64_t begin = 0, end = 0;
   float scales[kBlock], value_scales[kBlock], log_ratios[kBlock];
 
+  // Of what is spread over this block.
   template <class Count>
-  Lanes scale(const float* scales, int64_t at, Count count, Mask mask) const {
-    return take({scales - begin}, at, count, mask);
+  Lanes shared(const float* x, int64_t at, Count count, Mask mask) const {
+    return mask ? load(x + (at - begin), count) : Lanes{};
   }
 
   // Returns what a term counts in the loss, and adds it there, times `coef`, if that is per token.
@@ -218,11 +215,11 @@ void add_policy(const Block& block, Sums& sums) {
     const Lanes advantage = take(args.advantages, at, count, mask);
     const Lanes weight = args.weights ? take(args.weights, at, count, mask) : broadcast(1);
     const Lanes own = logprob - old_logprob;
-    const Lanes used = of_sequence ? block.scale(block.log_ratios, at, count, mask) : own;
+    const Lanes used = of_sequence ? block.shared(block.log_ratios, at, count, mask) : own;
     Lanes ratio;
     const Clipped<Lanes> token =
         surrogate(args, used, logprob, old_logprob, advantage, weight, ratio);
-    const Lanes scale = block.scale(block.scales, at, count, mask);
+    const Lanes scale = block.shared(block.scales, at, count, mask);
     loss += block.add(at, count, scale, token.loss, 1);
     store(slopes + at, scale * token.slope, count);
     ratios += mask ? ratio : Lanes{};
@@ -250,7 +247,7 @@ void add_entropy(const Block& block, Sums& sums) {
   Lanes plain{}, total{};
   for_each_vector(block.begin, block.end, [&](int64_t at, auto count) {
     const Mask mask = taken(args.mask, at, count);
-    const Lanes scale = block.scale(block.scales, at, count, mask);
+    const Lanes scale = block.shared(block.scales, at, count, mask);
     const Lanes entropy = take(args.entropy, at, count, mask);
     plain += entropy;
     total += block.add(at, count, scale, entropy, -args.entropy_coef);
@@ -268,7 +265,7 @@ void add_kl(const Block& block, Sums& sums) {
   Lanes plain{}, total{};
   for_each_vector(block.begin, block.end, [&](int64_t at, auto count) {
     const Mask mask = taken(args.mask, at, count);
-    const Lanes scale = block.scale(block.scales, at, count, mask);
+    const Lanes scale = block.shared(block.scales, at, count, mask);
     const Lanes log_ratio =
         take(args.logprobs, at, count, mask) - take(args.ref_logprobs, at, count, mask);
     const Lanes kl = kEstimate(log_ratio);
@@ -288,7 +285,7 @@ void add_value(const Block& block, Sums& sums) {
   Lanes loss{}, larger{};
   for_each_vector(block.begin, block.end, [&](int64_t at, auto count) {
     const Mask mask = taken(args.value_mask, at, count);
-    const Lanes scale = block.scale(block.value_scales, at, count, mask);
+    const Lanes scale = block.shared(block.value_scales, at, count, mask);
     const Lanes value = take(args.values, at, count, mask);
     const Lanes target = take(args.returns, at, count, mask);
     const Clipped<Lanes> token = args.old_values
