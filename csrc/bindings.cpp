@@ -1,13 +1,17 @@
 // The module ppokern._native: one line per function. A tensor arrives as (address, sequence stride,
-// step stride), logits as (address, address of row offsets, row stride), so that nothing here knows
-// of torch.
+// step stride), logits as (address, address of row offsets, row stride), a contiguous tensor as its
+// address, so that nothing here knows of torch.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <optional>
+#include <string>
 #include <tuple>
 
 #include "gae/gae.h"
 #include "logprob/logprob.h"
+#include "ppo_loss/ppo_loss.h"
 
 namespace py = pybind11;
 using namespace ppokern;
@@ -19,6 +23,16 @@ struct py::detail::type_caster<View<T>> {
   bool load(handle source, bool) {
     const auto [address, sequence, step] = source.cast<std::tuple<uintptr_t, int64_t, int64_t>>();
     value = {reinterpret_cast<T*>(address), sequence, step};
+    return true;
+  }
+};
+
+template <class T>
+struct py::detail::type_caster<Dense<T>> {
+  PYBIND11_TYPE_CASTER(Dense<T>, const_name("int"));
+
+  bool load(handle source, bool) {
+    value = {reinterpret_cast<T*>(source.cast<uintptr_t>())};
     return true;
   }
 };
@@ -44,6 +58,10 @@ using Floats = View<const float>;
 using Bools = View<const uint8_t>;
 using Ints = View<const int64_t>;
 using Output = View<float>;
+using In = Dense<const float>;
+using Flags = Dense<const uint8_t>;
+using Out = Dense<float>;
+using Number = std::optional<float>;
 
 PYBIND11_MODULE(_native, m) {
   const py::call_guard<py::gil_scoped_release> release;
@@ -59,5 +77,10 @@ PYBIND11_MODULE(_native, m) {
   m.def("logprob_backward",
         takes<Rows, int, Ints, Bools, Floats, float, int64_t, int64_t, int, Floats, Floats, Floats,
               Floats, Floats, Floats, Rows, int64_t, bool>(&logprob_backward_cpu),
+        release);
+  m.def("ppo_loss",
+        takes<In, In, In, In, In, In, In, In, In, Flags, Flags, Dense<const int64_t>, Number,
+              Number, int64_t, int64_t, double, double, float, float, std::string, float, float,
+              std::string, float, float, int, Out, Out, Out, Out, Out, Out>(&ppo_loss_cpu),
         release);
 }

@@ -54,6 +54,33 @@ inline Mask mask_of(uint32_t bits) {
 
 inline void store(float* to, Lanes x) { std::memcpy(to, &x, sizeof x); }
 
+// How many lanes of a vector there are: all, or at the end of a tensor the first few.
+using All = std::integral_constant<int, kLanes>;
+
+template <class T>
+inline auto load(const T* from, All) {
+  return load(from);
+}
+
+template <class T>
+inline auto load(const T* from, int count) {
+  T padded[kLanes] = {};
+  std::memcpy(padded, from, count * sizeof(T));
+  return load(padded);
+}
+
+inline void store(float* to, Lanes x, All) { store(to, x); }
+
+inline void store(float* to, Lanes x, int count) { std::memcpy(to, &x, count * sizeof(float)); }
+
+inline Mask first(All) { return Mask{} == 0; }
+
+inline Mask first(int count) {
+  Mask mask{};
+  for (int i = 0; i < count; ++i) mask[i] = -1;
+  return mask;
+}
+
 inline bool any(Mask mask) {
 #if PPOKERN_LANES == 16
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
@@ -98,6 +125,14 @@ inline Lanes max(Lanes a, Lanes b) {
 #else
   return a > b ? a : b;
 #endif
+}
+
+// The second one if either is NaN.
+inline Lanes min(Lanes a, Lanes b) { return a < b ? a : b; }
+
+// NaN stays one.
+inline Lanes clamp(Lanes x, float low, float high) {
+  return min(broadcast(high), max(broadcast(low), x));
 }
 
 // scale * 2^x: 2^x is exact for integers, 0 below -126, inf from 128 on, else of a relative error
@@ -163,6 +198,43 @@ inline Lanes exp2(Lanes x) {
   Lanes one[] = {x};
   Exp2()(one);
   return one[0];
+}
+
+// x = n log(2) + r for an integer n, and exp(r) - 1: exact to a rounding also near 0.
+struct Expm1 {
+  Lanes n, rest;
+
+  explicit Expm1(Lanes x) {
+    const float log2e = 1.44269504088896f;
+    x = clamp(x, -150, 89);  // beyond, exp is 0 or infinite
+    n = (x * log2e + 0x1.8p23f) - 0x1.8p23f;
+    const Lanes r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), x));
+    const Lanes square = r * r;  // minimax on [-log(2) / 2, log(2) / 2]; Cephes, expf
+    const Lanes high = fma(broadcast(1.9875691500e-4f), r, broadcast(1.3981999507e-3f));
+    const Lanes middle = fma(broadcast(8.3334519073e-3f), r, broadcast(4.1665795894e-2f));
+    const Lanes low = fma(broadcast(1.6666665459e-1f), r, broadcast(5.0000001201e-1f));
+    rest = fma(fma(fma(high, square, middle), square, low), square, r);
+  }
+};
+
+// x * 2^n, n an integer of at most 254 in size.
+inline Lanes scaled(Lanes x, Lanes n) {
+#if PPOKERN_LANES == 16
+  return _mm512_maskz_scalef_ps(0xffff, x, n);
+#else  // in two steps, neither of which overflows alone
+  const Mask whole = (Mask)(n + 0x1.8p23f) - 0x4b400000, half = whole >> 1;
+  return x * (Lanes)((half + 127) << 23) * (Lanes)((whole - half + 127) << 23);
+#endif
+}
+
+inline Lanes exp(Lanes x) {
+  const Expm1 e(x);
+  return scaled(1.0f + e.rest, e.n);
+}
+
+inline Lanes expm1(Lanes x) {
+  const Expm1 e(max(broadcast(-64), x));  // below it is -1
+  return scaled(e.rest + (1.0f - scaled(broadcast(1), -e.n)), e.n);
 }
 
 inline Lanes tanh(Lanes x) {
@@ -266,6 +338,18 @@ inline Lanes fold(Lanes x, Take take, std::integer_sequence<int, kLane...> lanes
   if constexpr (kHalf > 1) x = fold<kHalf / 2>(x, take, lanes);
   return x;
 }
+
+struct Plus {
+  Lanes operator()(Lanes a, Lanes b) const { return a + b; }
+};
+
+struct Min {
+  Lanes operator()(Lanes a, Lanes b) const { return min(a, b); }
+};
+
+struct Max {
+  Lanes operator()(Lanes a, Lanes b) const { return max(a, b); }
+};
 
 template <class Take>
 inline float reduce(Lanes x, Take take) {

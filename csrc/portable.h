@@ -48,6 +48,23 @@ struct Rows {
   }
 };
 
+// A contiguous tensor. An absent one has no data.
+template <class T>
+struct Dense {
+  T* data;
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// Of packed sequences; out of bounds there would be memory of others.
+inline void check_boundaries(const int64_t* begin, int64_t sequences, int64_t steps) {
+  const int64_t* end = begin + sequences + 1;
+  if (*begin != 0 || end[-1] != steps || !std::is_sorted(begin, end)) {
+    throw std::invalid_argument("cu_seqlens: expected non-decreasing values from 0 to " +
+                                std::to_string(steps));
+  }
+}
+
 // The upper half of a float.
 struct Bf16 {
   uint16_t bits;
@@ -126,7 +143,7 @@ inline Isa best_isa() {
 
 // The instruction set of the kernels: the machine's best, or a lower one that the environment
 // names when it is first asked for. Advantages are the same to the bit on all of them; log-probs
-// differ by rounding, since they use fused multiply-adds where there are some.
+// and losses differ by rounding, since they use fused multiply-adds where there are some.
 inline Isa isa() {
   static const Isa chosen = [] {
     const char* named = std::getenv("PPOKERN_CPU_CAPABILITY");

@@ -1,6 +1,7 @@
 """The C++ kernels. A tensor is (address, sequence stride, step stride), an absent one (0, 0, 0)."""
 
 View = tuple[int, int, int]
+Dense = int  # the address of a contiguous tensor, 0 of an absent one
 Rows = tuple[int, int, int]  # address, address of the rows' offsets or 0, row stride
 
 def cpu_capability() -> str: ...
@@ -58,5 +59,41 @@ def logprob_backward(
     out: Rows,
     width: int,
     compact: bool,
+    /,
+) -> None: ...
+def ppo_loss(
+    logprobs: Dense,
+    entropy: Dense,
+    values: Dense,
+    old_logprobs: Dense,
+    advantages: Dense,
+    weights: Dense,
+    ref_logprobs: Dense,
+    old_values: Dense,
+    returns: Dense,
+    mask: Dense,
+    value_mask: Dense,
+    cu_seqlens: Dense,
+    denominator: float | None,
+    value_denominator: float | None,
+    sequences: int,
+    tokens: int,
+    low: float,
+    high: float,
+    dual_clip: float,
+    log_ratio_limit: float,
+    aggregate: str,
+    entropy_coef: float,
+    kl_coef: float,
+    kl_kind: str,
+    value_clip_range: float,
+    value_coef: float,
+    threads: int,
+    loss: Dense,
+    stats: Dense,
+    logprob_slopes: Dense,
+    ratio_slopes: Dense,
+    entropy_slopes: Dense,
+    value_slopes: Dense,
     /,
 ) -> None: ...

@@ -12,6 +12,7 @@ class Sequences:
 
     def __init__(self, shape: torch.Size, cu_seqlens: Tensor | None) -> None:
         """Take the shape of the per-token tensors, and `cu_seqlens` where they are packed."""
+        self._tokens = shape
         self.length = shape[-1] if len(shape) else 1
         self._cu_seqlens = cu_seqlens
         if cu_seqlens is None:
@@ -39,7 +40,7 @@ class Sequences:
         """Return each token's sequence's value."""
         if self._cu_seqlens is not None:
             return per_sequence[self._segment]
-        return per_sequence.unsqueeze(-1).expand(*self.shape, self.length)
+        return per_sequence.unsqueeze(-1).expand(self._tokens) if self._tokens else per_sequence
 
     def next_unmasked(self, mask: Tensor) -> Tensor:
         """Return, for each position, the next unmasked one behind it, `length` without one."""

@@ -3,15 +3,12 @@
 What every backend does alike stands in test_logprob.py.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measure import same_bits
+from measure import on_instruction_set, same_bits
 from torch import Tensor
 
 from ppokern import available_backends, cpu_capability
@@ -112,25 +109,11 @@ def test_every_path() -> None:
         assert_right(call, call.run())
 
 
-PROGRAM = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-import test_logprob_native as t, ppokern
-outs = [call.run() for call in t.battery()]
-torch.save([ppokern.cpu_capability(), outs, t.loaded(), t.stored()], sys.argv[2])
-"""
-
-
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_every_instruction_set(capability: str, tmp_path: Path) -> None:
     """They differ by rounding alone."""
-    out = tmp_path / "out.pt"
-    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), str(out)]
-    environment = os.environ | {"PPOKERN_CPU_CAPABILITY": capability}
-    subprocess.run(command, check=True, env=environment)
-    used, outs, loads, stores = torch.load(out)
-    if used != capability:
-        pytest.skip(f"this machine has no {capability}")
+    results = "[[call.run() for call in t.battery()], t.loaded(), t.stored()]"
+    outs, loads, stores = on_instruction_set(capability, "test_logprob_native", results, tmp_path)
     for call, theirs in zip(battery(), outs, strict=True):
         assert_right(call, theirs)
     assert_loads(loads)

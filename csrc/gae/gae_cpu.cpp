@@ -320,15 +320,6 @@ bool walk(const GaeArgs& args, int64_t first, int64_t last) {
 namespace ppokern {
 namespace {
 
-// Out of bounds there would be memory of others.
-void check_boundaries(const GaeArgs& args) {
-  const int64_t *begin = args.cu_seqlens.data, *end = begin + args.sequences + 1;
-  if (*begin != 0 || end[-1] != args.steps || !std::is_sorted(begin, end)) {
-    throw std::invalid_argument("cu_seqlens: expected non-decreasing values from 0 to " +
-                                std::to_string(args.steps));
-  }
-}
-
 // The first sequence of a part; parts have about as many steps each.
 int64_t first_of_part(const GaeArgs& args, int64_t part, int64_t parts) {
   if (args.cu_seqlens.data == nullptr) return args.sequences * part / parts;
@@ -339,7 +330,7 @@ int64_t first_of_part(const GaeArgs& args, int64_t part, int64_t parts) {
 }  // namespace
 
 bool gae_cpu(const GaeArgs& args) {
-  if (args.cu_seqlens.data) check_boundaries(args);
+  if (args.cu_seqlens.data) check_boundaries(args.cu_seqlens.data, args.sequences, args.steps);
   const auto walk = PPOKERN_BEST(walk);
   const int64_t elements = args.steps * (args.cu_seqlens.data ? 1 : args.sequences);
   const int parts = threads_for(elements, args.threads);

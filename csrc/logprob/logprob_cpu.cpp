@@ -78,14 +78,6 @@ struct Tail {
   }
 };
 
-struct Plus {
-  Lanes operator()(Lanes a, Lanes b) const { return a + b; }
-};
-
-struct Max {
-  Lanes operator()(Lanes a, Lanes b) const { return max(a, b); }
-};
-
 template <bool kSoftcap, class F>
 inline F capped(F logit, float softcap) {
   if constexpr (kSoftcap) return softcap_logit(logit, softcap);

@@ -252,7 +252,7 @@ def linear_ppo_loss(
         valid = taken(ids, mask).view(ids.shape)
         entropy = entropy if with_entropy else None
         x = x._replace(logprobs=logprobs, entropy=entropy, mask=valid)
-        return run(x, o, other=True)  # a backend is that of the row passes
+        return run(x, o)
     h = HeadInputs(hidden, weight, bias, ids, at)
     how = HeadOptions(cap, size, max_logits_bytes, with_entropy, compact, *needs)
     backend = _backend.named() if not torch.compiler.is_compiling() else ""

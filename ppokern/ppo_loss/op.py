@@ -7,10 +7,10 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from ppokern import _backend, _check, _library, token_math
-from ppokern.ppo_loss import reference
+from ppokern.ppo_loss import kernel_native, reference
 from ppokern.ppo_loss.reference import Inputs, Options, Output
 
-KERNELS = {"torch": reference.forward}
+KERNELS = {"torch": reference.forward, "cpu": kernel_native.forward}
 AGGREGATES = ("token_mean", "sequence_mean", "sequence_sum", "sum", "none")
 RATIOS = ("token", "sequence")
 _INPUTS = len(Inputs._fields)
@@ -32,21 +32,7 @@ def _forward(*args: Any) -> Output:
 
 
 def _forward_fake(*args: Any) -> Output:
-    x, o = Inputs(*args[:_INPUTS]), Options(*args[_INPUTS:-1])
-    like = next(t for t in x if t is not None)
-
-    def new(on: object, shape: tuple = like.shape) -> Tensor:
-        return like.new_empty(shape if on else 0, dtype=reference.arithmetic(x))
-
-    policy, kl = x.logprobs is not None, x.ref_logprobs is not None and o.kl_coef != 0
-    return Output(
-        new(True, like.shape if o.aggregate == "none" else ()),
-        new(True, (len(reference.stat_names(x, o)),)),
-        new((policy and not o.sequence_ratio) or kl),
-        new(policy and o.sequence_ratio),
-        new(x.entropy is not None and o.entropy_coef != 0),
-        new(x.values is not None and o.value_coef != 0),
-    )
+    return reference.empty_output(Inputs(*args[:_INPUTS]), Options(*args[_INPUTS:-1]))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -174,12 +160,10 @@ def checked_tensors(like: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor |
             _check.finite(name, x, value_mask if of_values else mask)
 
 
-def run(x: Inputs, o: Options, other: bool = False) -> Loss:
-    """Run the op on checked arguments; `other`: on another backend where the named one lacks it."""
+def run(x: Inputs, o: Options) -> Loss:
+    """Run the op on checked arguments."""
     x = Inputs(*x[:3], *(_check.constant(t) for t in x[3:]))
     backend = _backend.named() if not torch.compiler.is_compiling() else ""
-    if other and backend not in KERNELS:
-        backend = ""
     loss, stats, *_ = _ppo_loss(*x, *o, backend)
     return Loss(loss, dict(zip(reference.stat_names(x, o), stats.unbind(), strict=True)))
 

@@ -82,6 +82,24 @@ def arithmetic(x: Inputs) -> torch.dtype:
     return _check.arithmetic(*x[:9])
 
 
+def empty_output(x: Inputs, o: Options) -> Output:
+    """Return the outputs of a call, not yet written."""
+    like, dtype = next(t for t in x if t is not None), arithmetic(x)
+
+    def new(on: bool, shape: tuple = like.shape) -> Tensor:
+        return like.new_empty(shape if on else 0, dtype=dtype)
+
+    policy, kl = x.logprobs is not None, x.ref_logprobs is not None and o.kl_coef != 0
+    return Output(
+        new(True, like.shape if o.aggregate == "none" else ()),
+        new(True, (len(stat_names(x, o)),)),
+        new((policy and not o.sequence_ratio) or kl),
+        new(policy and o.sequence_ratio),
+        new(x.entropy is not None and o.entropy_coef != 0),
+        new(x.values is not None and o.value_coef != 0),
+    )
+
+
 class _Part(NamedTuple):
     """A part of the loss: what it adds, its statistics, its slopes by their name in `Output`."""
 
