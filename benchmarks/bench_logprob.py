@@ -68,7 +68,7 @@ def bench_forward(measure: Callable, v: int, dtype: torch.dtype, form: str) -> N
     logits, ids, moved, _ = data(v, dtype)
     forms = {**PLAIN, **BLOCKS, "compile": torch.compile(softmax_form)}
     call = forms.get(form, ppokern.selected_logprobs)
-    measure(f"forward {v} {dtype}", form, lambda: call(logits, ids), moved=moved)
+    measure(f"forward {v} {dtype}", form, lambda: call(logits, ids), moved=moved, peak=True)
 
 
 @pytest.mark.parametrize("form", ["eager", "compile", *ppokern.available_backends()])

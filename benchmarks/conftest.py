@@ -3,7 +3,8 @@
 CPU seconds at one thread, the best of several rounds. A benchmark measures one form of an op: plain
 torch in one or several ways, torch.compile, or a backend of the package. At the end stands a table
 with a line per case: the time of each, how many times slower the best form that is not ours is, and
-where the case says what it moves, GB/s and the share of what this machine's memory can do.
+where the case says what it moves, GB/s and the share of what this machine's memory can do. A form
+"floor" is no rival, but what none can do without. A second table says what a call holds at most.
 """
 
 import os
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from measure import usage
 
 import ppokern
 from benchmarks.ceiling import Moved
@@ -25,6 +27,7 @@ class Line(NamedTuple):
     """A line of the table."""
 
     seconds: dict[str, float]
+    peaks: dict[str, int]  # bytes, beyond what was there
     moved: Moved | None
 
 
@@ -64,8 +67,9 @@ def measure(benchmark: Any) -> Callable[..., None]:
         rounds: int = 7,
         repeats: int = 1,
         moved: Moved | None = None,
+        peak: bool = False,
     ) -> None:
-        """Measure ``call(*setup())``, `repeats` calls a round."""
+        """Measure ``call(*setup())``, `repeats` calls a round; with `peak`, memory too."""
         benchmark.group, benchmark.name = case, form
 
         def repeated(*args: Any) -> None:
@@ -76,9 +80,10 @@ def measure(benchmark: Any) -> Callable[..., None]:
             benchmark.pedantic(
                 repeated, setup=lambda: (setup(), {}), rounds=rounds, warmup_rounds=1
             )
-        seconds = benchmark.stats.stats.min / repeats
-        line = LINES.setdefault(case, Line({}, moved))
-        line.seconds[form] = seconds
+            line = LINES.setdefault(case, Line({}, {}, moved))
+            if peak:
+                line.peaks[form] = benchmark.extra_info["peak"] = usage(call).peak_bytes
+        seconds = line.seconds[form] = benchmark.stats.stats.min / repeats
         if moved:
             share = moved.bytes / seconds / moved.ceiling
             benchmark.extra_info.update(bytes=moved.bytes, share_of_ceiling=share)
@@ -87,10 +92,10 @@ def measure(benchmark: Any) -> Callable[..., None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the table."""
+    """Print the tables."""
+    write = terminalreporter.write_line
     if not LINES:
         return
-    write = terminalreporter.write_line
     write("")
     write(
         f"torch {torch.__version__}, one thread, {ppokern.cpu_capability()}, {_processor()}; "
@@ -98,24 +103,36 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     )
     ours = [name for name in BACKENDS if any(name in line.seconds for line in LINES.values())]
     heads = ["eager", "best torch", "", *(h for name in ours for h in (name, "x"))]
-    _row(write, "", [*heads, "GB/s", "share"])
-    for case, (seconds, moved) in LINES.items():
-        plain = {form: s for form, s in seconds.items() if form not in ours}
+    _row(write, "", [*heads, "GB/s", "share", "/ floor"])
+    for case, (seconds, _, moved) in LINES.items():
+        plain = {form: s for form, s in seconds.items() if form not in (*ours, "floor")}
         best = min(plain, key=lambda form: plain[form]) if plain else ""
         cells = [_ms(plain.get("eager")), _ms(plain.get(best)), best]
         for name in ours:
             s = seconds.get(name)
             cells += [_ms(s), f"{plain[best] / s:.2f}" if s and plain else ""]
         fastest = min((seconds[name] for name in ours if name in seconds), default=0.0)
-        if moved and fastest:
-            rate = moved.bytes / fastest
-            cells += [f"{rate / 1e9:.1f}", f"{rate / moved.ceiling:.0%}"]
+        rate = moved.bytes / fastest if moved and fastest else 0.0
+        cells += (
+            [f"{rate / 1e9:.1f}", f"{rate / moved.ceiling:.0%}"] if moved and rate else ["", ""]
+        )
+        cells += [f"{fastest / seconds['floor']:.3f}"] if "floor" in seconds and fastest else []
         _row(write, case, cells)
+    held = {case: line.peaks for case, line in LINES.items() if line.peaks}
+    forms = list(dict.fromkeys(form for peaks in held.values() for form in peaks))
+    if held:
+        write("MiB held at most, beyond what was there before the call")
+        _row(write, "", forms)
+    for case, peaks in held.items():
+        _row(write, case, [f"{peaks[f] / 2**20:.0f}" if f in peaks else "" for f in forms])
 
 
 def _row(write: Callable[[str], None], case: str, cells: list[str]) -> None:
     write(
-        f"{case:<44}" + "".join(f"{cell:>{22 if i == 2 else 11}}" for i, cell in enumerate(cells))
+        f"{case:<44}"
+        + "".join(
+            f"{cell:>{max(11, len(cell) + 2, 22 * (i == 2))}}" for i, cell in enumerate(cells)
+        )
     )
 
 

@@ -267,4 +267,8 @@ def _add_outer(
         return
     wide = hidden.to(dtype)
     for part in _slices(total, how):
-        total[part] += (logits_grad[:, part].to(dtype).t() @ wide).to(total.dtype)
+        grad = logits_grad[:, part].to(dtype).t()
+        if total.dtype == dtype:
+            total[part].addmm_(grad, wide)
+        else:
+            total[part] += (grad @ wide).to(total.dtype)
