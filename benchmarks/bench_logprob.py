@@ -125,19 +125,22 @@ def bench(v: int, dtype: torch.dtype, mib: int, ceiling: Ceiling) -> None:
 
 def small(v: int = 1000) -> None:
     """Microseconds of a call on few rows, log-probs alone."""
-    print(f"\nmicroseconds at V = {v}: rows, eager, cpu; with a gradient: eager, cpu")
+    print(f"\nmicroseconds at V = {v}: rows; eager, cpu; with a graph: same; with backward: same")
     for n in (1, 8, 64):
         logits, ids = torch.randn(n, v), torch.randint(0, v, (n,))
         leaf = logits.clone().requires_grad_()
         numbers = []
-        for x in (logits, leaf):
+        grad = torch.ones(n)
+        for x, learn in ((logits, False), (leaf, False), (leaf, True)):
             for form in (softmax_form, ppokern.selected_logprobs):
 
-                def many(x: Tensor = x, form: Callable = form, ids: Tensor = ids) -> None:
+                def many(x: Tensor = x, learn: bool = learn, form: Callable = form) -> None:
                     for _ in range(300):
-                        form(x, ids)
+                        out = form(x, ids)  # noqa: B023
+                        if learn:
+                            torch.autograd.grad(out, x, grad)  # noqa: B023
 
-                numbers.append(f"{seconds(many) / 300 * 1e6:.1f}")
+                numbers.append(f"{seconds(many, 20) / 300 * 1e6:.1f}")
         print(f"{n:>4} {' '.join(numbers)}")
 
 

@@ -183,23 +183,23 @@ inline int64_t token_of(const TokenLogits& tokens, int64_t row) {
   return 0 <= id && id < tokens.vocab_size ? id : -1;
 }
 
+inline float temperature_of(const TokenLogits& tokens, int64_t row) {
+  return tokens.temperatures.data ? *tokens.temperatures.at(row, 0) : tokens.temperature;
+}
+
 // log2(e) / temperature, finite so that a distance of 0 stays 0.
 inline float factor_of(float temperature) {
   const double factor = 1 / (kLog2 * temperature);
   return factor > std::numeric_limits<float>::max() ? std::numeric_limits<float>::max() : factor;
 }
 
-struct Row {
-  float logprob = 0, entropy = 0, top = 0, log_sum = 0;
-};
-
 template <bool kEntropy, bool kSoftcap, class T>
-Row forward_row(const TokenLogits& tokens, int64_t at) {
+LogprobRow forward_row(const TokenLogits& tokens, int64_t at) {
   const int64_t id = token_of(tokens, at), size = tokens.vocab_size;
   const float nan = std::numeric_limits<float>::quiet_NaN();
   if (id < 0) return {nan, nan, 0, nan};
   const T* row = tokens.logits.at<const T>(at);
-  const float temperature = *tokens.temperature.at(at, 0);
+  const float temperature = temperature_of(tokens, at);
   Adder<kEntropy, kSoftcap, T> adder = {broadcast(factor_of(temperature)), tokens.softcap, {}};
   const int64_t left = for_each_piece(size, [&](const Piece& piece) { adder.add(row, piece); });
   if (left) adder.add(Tail<T>(row, size, left).logits, kTail);
@@ -223,12 +223,11 @@ Row forward_row(const TokenLogits& tokens, int64_t at) {
 template <bool kEntropy, bool kSoftcap, class T>
 void forward_rows(const LogprobForwardArgs& args, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
-    Row row;
+    LogprobRow row = {};
     if (is_taken(args.tokens, i)) row = forward_row<kEntropy, kSoftcap, T>(args.tokens, i);
     *args.logprobs.at(i, 0) = row.logprob;
     if (kEntropy) *args.entropy.at(i, 0) = row.entropy;
-    *args.maxima.at(i, 0) = row.top;
-    *args.log_sums.at(i, 0) = row.log_sum;
+    *args.found.at(i, 0) = row;
   }
 }
 
@@ -284,19 +283,19 @@ void backward_row(const LogprobBackwardArgs& args, int64_t at, T* out) {
   const TokenLogits& tokens = args.tokens;
   const int64_t id = token_of(tokens, at), size = tokens.vocab_size;
   const T* row = tokens.logits.at<const T>(at);
-  const float top = *args.maxima.at(at, 0);
+  const LogprobRow& found = *args.found.at(at, 0);
   std::fill(out + size, out + args.width, narrow<T>(0));
-  if (id < 0 || top == -kInfinity) {
+  if (id < 0 || found.max == -kInfinity) {
     std::fill(out, out + size, narrow<T>(id < 0 ? std::numeric_limits<float>::quiet_NaN() : 0));
     return;
   }
-  const double temperature = *tokens.temperature.at(at, 0), log_sum = *args.log_sums.at(at, 0);
+  const double temperature = temperature_of(tokens, at), log_sum = found.log_sum;
   const double grad_logprob = args.grad_logprobs.data ? *args.grad_logprobs.at(at, 0) : 0;
   const double grad_entropy = kEntropy ? *args.grad_entropy.at(at, 0) : 0;
-  const double logprob = *args.logprobs.at(at, 0), entropy = kEntropy ? *args.entropy.at(at, 0) : 0;
+  const double logprob = found.logprob, entropy = found.entropy;
   const double inverse_sum = std::exp(-log_sum);
   const Slope<kEntropy, kSoftcap, T> slope = {
-      broadcast(top),
+      broadcast(found.max),
       broadcast(plain_nan(factor_of(temperature))),
       Exp2(plain_nan(kEntropy ? inverse_sum : -grad_logprob / temperature * inverse_sum)),
       broadcast(plain_nan(-grad_logprob / temperature)),
@@ -393,10 +392,20 @@ void move(const LogprobBackwardArgs& args, int64_t from, int64_t to) {
 
 }  // namespace
 
+bool token_ids_fit(const TokenIds& args) {
+  bool fit = true;
+  for (int64_t i = 0; i < args.rows; ++i) {
+    const int64_t id = *args.token_ids.at(i, 0);
+    const bool masked = id == -100 || (args.mask.data && !*args.mask.at(i, 0));
+    fit &= masked | (0 <= id && id < args.vocab_size);
+  }
+  return fit;
+}
+
 void logprob_forward_cpu(const LogprobForwardArgs& args) {
   const auto forward = PPOKERN_BEST(forward);
   const int64_t rows = args.tokens.rows, parts = parts_of(args.tokens);
-#pragma omp parallel for num_threads(parts)
+#pragma omp parallel for num_threads(parts) if (parts > 1)
   for (int64_t part = 0; part < parts; ++part) {
     forward(args, rows * part / parts, rows * (part + 1) / parts);
   }
@@ -406,7 +415,7 @@ void logprob_backward_cpu(const LogprobBackwardArgs& args) {
   const auto backward = PPOKERN_BEST(backward);
   const int64_t rows = args.tokens.rows, parts = parts_of(args.tokens);
   std::vector<int64_t> written(parts);
-#pragma omp parallel for num_threads(parts)
+#pragma omp parallel for num_threads(parts) if (parts > 1)
   for (int64_t part = 0; part < parts; ++part) {
     written[part] = backward(args, rows * part / parts, rows * (part + 1) / parts);
   }
