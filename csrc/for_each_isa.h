@@ -57,11 +57,24 @@ PPOKERN_BEGIN_TARGET("fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 #undef PPOKERN_LANES
 PPOKERN_END_TARGET
 
+PPOKERN_BEGIN_TARGET("fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#define PPOKERN_ISA avx512_bf16
+#define PPOKERN_LANES 16
+#define PPOKERN_BF16  // has an instruction that rounds to bfloat16
+#include "lanes.h"
+#include "token_math.h"
+#include PPOKERN_KERNELS
+#undef PPOKERN_ISA
+#undef PPOKERN_LANES
+#undef PPOKERN_BF16
+PPOKERN_END_TARGET
+
 // The address of the version of a function that this machine runs.
-#define PPOKERN_BEST(function)               \
-  (isa() == Isa::kAvx512 ? &avx512::function \
-   : isa() == Isa::kAvx2 ? &avx2::function   \
-                         : &plain::function)
+#define PPOKERN_BEST(function)                        \
+  (isa() == Isa::kAvx512Bf16 ? &avx512_bf16::function \
+   : isa() == Isa::kAvx512   ? &avx512::function      \
+   : isa() == Isa::kAvx2     ? &avx2::function        \
+                             : &plain::function)
 
 #else
 

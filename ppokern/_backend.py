@@ -41,8 +41,8 @@ def available_backends() -> tuple[str, ...]:
 def cpu_capability() -> str | None:
     """Return the instruction set of the C++ kernels, None where they were not built.
 
-    ``"avx512"``, ``"avx2"`` or ``"default"``: the machine's best, or the one that
-    ``PPOKERN_CPU_CAPABILITY`` names.
+    ``"avx512_bf16"``, ``"avx512"``, ``"avx2"`` or ``"default"``: the machine's best, or the one
+    that ``PPOKERN_CPU_CAPABILITY`` names.
     """
     return None if native is None else native.cpu_capability()
 

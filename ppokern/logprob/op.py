@@ -241,7 +241,7 @@ def selected_logprobs(
 
     Numerics: the maximum is subtracted before the temperature divides. A logit of ``-inf`` is a
     forbidden token: log-prob ``-inf``, as for every token of a row of nothing else, whose gradient
-    is 0.
+    is 0. A bfloat16 gradient below 2^-126 may be 0, where a CPU's own instruction rounds it.
 
     Raises:
         IndexError: an unmasked id outside ``[0, vocab_size)``, named with its position. On CUDA the
