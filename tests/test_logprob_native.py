@@ -348,6 +348,15 @@ def test_the_maximum_may_rise_all_the_way(step: float) -> None:
             assert_right(call, call.run())
 
 
+@pytest.mark.parametrize("height", [-7.2e5, 1e3, 6e4, 7.2e5, 7.3e5, 1e7, 1e38])
+def test_rows_may_lie_high(height: float) -> None:
+    """Below and above 2**20 bits, where the distance from the top is another operation."""
+    call = Call(torch.randn(3, 5000) + height, entropy=True)
+    call.logits[1, :4000] = -abs(height)  # the top rises by far
+    call.ids[2] = call.logits[2].argmax()
+    assert_right(call, call.run())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("v", [1, 5, 300, 4500, 70_000])
 def test_nan_is_never_lost(dtype: torch.dtype, v: int) -> None:
