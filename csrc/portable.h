@@ -125,13 +125,13 @@ inline Fp16 narrow<Fp16>(float x) {
   return {static_cast<uint16_t>(sign | half)};
 }
 
-enum class Isa { kDefault, kAvx2, kAvx512 };
+enum class Isa { kDefault, kAvx2, kAvx512, kAvx512Bf16 };
 
 inline Isa best_isa() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return Isa::kAvx512;
+    return __builtin_cpu_supports("avx512bf16") ? Isa::kAvx512Bf16 : Isa::kAvx512;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c")) {
@@ -147,18 +147,20 @@ inline Isa best_isa() {
 inline Isa isa() {
   static const Isa chosen = [] {
     const char* named = std::getenv("PPOKERN_CPU_CAPABILITY");
-    const std::string name = named ? named : "avx512";
-    if (name == "avx512") return best_isa();
+    const std::string name = named ? named : "avx512_bf16";
+    if (name == "avx512_bf16") return best_isa();
+    if (name == "avx512") return std::min(best_isa(), Isa::kAvx512);
     if (name == "avx2") return std::min(best_isa(), Isa::kAvx2);
     if (name == "default") return Isa::kDefault;
-    throw std::invalid_argument("PPOKERN_CPU_CAPABILITY: expected default, avx2 or avx512, got " +
-                                name);
+    throw std::invalid_argument(
+        "PPOKERN_CPU_CAPABILITY: expected default, avx2, avx512 or avx512_bf16, got " + name);
   }();
   return chosen;
 }
 
 inline const char* cpu_capability() {
-  return isa() == Isa::kAvx512 ? "avx512" : isa() == Isa::kAvx2 ? "avx2" : "default";
+  constexpr const char* kNames[] = {"default", "avx2", "avx512", "avx512_bf16"};
+  return kNames[static_cast<int>(isa())];
 }
 
 // Whether this process is a fork: the threads that OpenMP would wait for stayed in its parent.

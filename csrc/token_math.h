@@ -27,6 +27,13 @@ PPOKERN_HOST_DEVICE inline F tempered_logit(F logit, F row_max, F factor) {
   return (logit - row_max) * factor;
 }
 
+// The same as one operation, with shift = -row_max * factor. Rounding that moves all logits of the
+// row alike, which the caller makes good; in rows that lie high it would be a large one.
+template <class F>
+PPOKERN_HOST_DEVICE inline F shifted_logit(F logit, F factor, F shift) {
+  return fma(logit, factor, shift);
+}
+
 // 1 - exp(logprob): the slope of a token's log-prob in its own logit, exact near 0.
 template <class F>
 PPOKERN_HOST_DEVICE inline F own_logprob_slope(F logprob) {

@@ -28,6 +28,8 @@ def _load_native() -> ModuleType | None:
 
 
 native = _load_native()  # the C++ kernels, None where they were not built
+# os.environ raises an error and catches it where there is no such variable: 4 us
+_environment = os.environ.get if native is None else native.getenv
 _named: ContextVar[str | None] = ContextVar("ppokern_backend", default=None)
 
 
@@ -39,8 +41,8 @@ def available_backends() -> tuple[str, ...]:
 def cpu_capability() -> str | None:
     """Return the instruction set of the C++ kernels, None where they were not built.
 
-    ``"avx512"``, ``"avx2"`` or ``"default"``: the machine's best, or the one that
-    ``PPOKERN_CPU_CAPABILITY`` names.
+    ``"avx512_bf16"``, ``"avx512"``, ``"avx2"`` or ``"default"``: the machine's best, or the one
+    that ``PPOKERN_CPU_CAPABILITY`` names.
     """
     return None if native is None else native.cpu_capability()
 
@@ -79,7 +81,7 @@ def use_backend(name: str) -> Iterator[None]:
 def named() -> str:
     """Return the backend asked for by name, or an empty string."""
     name = _named.get()
-    if name is None and (name := os.environ.get("PPOKERN_BACKEND")):
+    if name is None and (name := _environment("PPOKERN_BACKEND")):
         _check_name("PPOKERN_BACKEND", name)
     return name or ""
 
@@ -99,10 +101,10 @@ def select(
     Raises:
         ValueError: the backend asked for cannot do this call.
     """
-    cpu = native is not None and device.type == "cpu" and dtype in _NATIVE_DTYPES
-    able = [known for known in kernels if known == "torch" or (known == "cpu" and cpu)]
-    if not name:
-        return kernels[able[-1]]  # a table is in the order of speed
+    able = ["torch"]
+    if "cpu" in kernels and native and dtype in _NATIVE_DTYPES and device.type == "cpu":
+        able.append("cpu")
+    name = name or able[-1]  # in the order of speed
     if name not in able:
         raise ValueError(
             f"{op}: backend {name!r} cannot do {dtype} on {device.type}; can: {', '.join(able)}"

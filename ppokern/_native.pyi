@@ -1,10 +1,14 @@
-"""The C++ kernels. A tensor is (address, sequence stride, step stride), an absent one (0, 0, 0)."""
+"""The C++ kernels. A tensor is (address, sequence stride, step stride), an absent one (0, 0, 0).
 
-View = tuple[int, int, int]
-Dense = int  # the address of a contiguous tensor, 0 of an absent one
+A dense one may be its address alone, an absent one then is 0.
+"""
+
+View = int | tuple[int, int, int]
+Dense = int
 Rows = tuple[int, int, int]  # address, address of the rows' offsets or 0, row stride
 
 def cpu_capability() -> str: ...
+def getenv(name: str, /) -> str | None: ...
 def gae(
     rewards: View,
     values: View,
@@ -24,20 +28,21 @@ def gae(
     threads: int,
     /,
 ) -> bool: ...
+def token_ids_fit(token_ids: View, mask: View, rows: int, vocab_size: int, /) -> bool: ...
 def logprob_forward(
     logits: Rows,
     type: int,
     token_ids: View,
     mask: View,
-    temperature: View,
+    temperatures: View,
+    temperature: float,
     softcap: float,
     rows: int,
     vocab_size: int,
     threads: int,
     logprobs: View,
     entropy: View,
-    maxima: View,
-    log_sums: View,
+    found: View,
     /,
 ) -> None: ...
 def logprob_backward(
@@ -45,17 +50,15 @@ def logprob_backward(
     type: int,
     token_ids: View,
     mask: View,
-    temperature: View,
+    temperatures: View,
+    temperature: float,
     softcap: float,
     rows: int,
     vocab_size: int,
     threads: int,
     grad_logprobs: View,
     grad_entropy: View,
-    logprobs: View,
-    entropy: View,
-    maxima: View,
-    log_sums: View,
+    found: View,
     out: Rows,
     width: int,
     compact: bool,

@@ -66,6 +66,9 @@ torch.save([cpu_capability(), {results}], sys.argv[2])
 """
 
 
+CAPABILITIES = ("default", "avx2", "avx512", "avx512_bf16")
+
+
 def on_instruction_set(capability: str, module: str, results: str, folder: Path) -> Any:
     """What an expression, of the test module `t`, gives on an instruction set; skips without it."""
     program, out = PROGRAM.format(module=module, results=results), folder / "out.pt"

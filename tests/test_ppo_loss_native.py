@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from measure import on_instruction_set, usage
+from measure import CAPABILITIES, on_instruction_set, usage
 from oracle import assert_within_rule
 from test_ppo_loss import AGGREGATES, check_joint, draw_joint
 from torch import Tensor
@@ -312,7 +312,7 @@ def battery() -> list[Call]:
     return [make(shape, **case) for shape in shapes for case in CASES.values()]
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_instruction_set(capability: str, tmp_path: Path) -> None:
     """They differ by rounding alone."""
     results = "[tuple(t.kernel_native.forward(*call)) for call in t.battery()]"

@@ -130,7 +130,7 @@ def _backward(ctx: Any, gradient: Any, grad: Tensor | None, *rest: Any) -> tuple
         pairs = zip(gradients, needed, strict=True)
         scale = torch.mul if ctx.compiled else Tensor.mul_
         result = tuple(scale(g, grad) if need else None for g, need in pairs)
-    return *result, *(None,) * (len(ctx.others) - 3)
+    return result
 
 
 _linear_ppo_loss = _library.register(
@@ -140,6 +140,7 @@ _linear_ppo_loss = _library.register(
     setup_context=_setup_context,
     backward=_backward,
     schema=_library.schema_of(*_STRUCTS, returns=5),
+    learned=3,
 )
 
 
