@@ -7,6 +7,7 @@ chunks as large as ours.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def call_of(form: str, x: dict[str, Tensor], limit: int = LIMIT) -> Callable[[],
     """Return a call that makes both gradients."""
     ours = functools.partial(ppokern.linear_ppo_loss, max_logits_bytes=limit)
     forms = {"eager": eager, "compile": torch.compile(eager), "linear_cross_entropy": cross_entropy}
-    call = forms.get(form, ours)
+    call: Any = forms.get(form, ours)
     hidden, weight = x["hidden"], x["weight"]
 
     def products() -> tuple[Tensor, Tensor, Tensor]:

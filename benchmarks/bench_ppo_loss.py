@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def bench_ppo_loss(measure: Callable, passes: str, form: str) -> None:
     x = data()
     if passes == "forward":
         x = {name: t.detach() for name, t in x.items()}
-    call = {"eager": eager, "compile": torch.compile(eager)}.get(form, ppokern.ppo_loss)
+    call: Any = {"eager": eager, "compile": torch.compile(eager)}.get(form, ppokern.ppo_loss)
 
     def run() -> None:
         loss, _ = call(**x)

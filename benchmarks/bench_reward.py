@@ -1,6 +1,7 @@
 """Ops that have one form, in plain torch, on every backend: a million tokens."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -55,5 +56,5 @@ def bench_plain(measure: Callable, op: str, form: str) -> None:
     x = {name: torch.randn(B, T) for name in names if name not in ("scores", "mask")}
     x |= {"scores": torch.randn(B)} if "scores" in names else {}
     x |= {"mask": torch.arange(T) < torch.randint(1, T, (B, 1))} if "mask" in names else {}
-    call = {"eager": eager, "compile": torch.compile(eager)}.get(form, ours)
+    call: Any = {"eager": eager, "compile": torch.compile(eager)}.get(form, ours)
     measure(f"{op}, 2**20 tokens", form, lambda: call(**x), rounds=10)
