@@ -49,8 +49,8 @@ def bench_small(measure: Callable, op: str, passes: str, rows: int, form: str) -
             call()
 
     def both() -> None:
-        out = call()[0]
-        out.sum().backward()
+        out = call()
+        (out if isinstance(out, torch.Tensor) else out[0]).sum().backward()
 
     if passes != "no_grad" and op == "gae":
         pytest.skip("advantages carry no gradient")

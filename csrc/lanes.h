@@ -41,14 +41,14 @@ inline uint32_t bits_of(const uint8_t* from) {
 #endif
 }
 
-// The lanes whose bits are 1.
-inline Mask mask_of(uint32_t bits) {
+// 0 in the lanes whose bits are 0.
+inline Lanes keep(uint32_t bits, Lanes x) {
 #if PPOKERN_LANES == 16
-  return (Mask)_mm512_maskz_set1_epi32(bits, -1);
+  return _mm512_maskz_mov_ps(bits, x);
 #elif PPOKERN_LANES == 8
-  return ((Bits{} + bits) & Bits{1, 2, 4, 8, 16, 32, 64, 128}) != 0;
+  return ((Bits{} + bits) & Bits{1, 2, 4, 8, 16, 32, 64, 128}) != 0 ? x : Lanes{};
 #else
-  return ((Bits{} + bits) & Bits{1, 2, 4, 8}) != 0;
+  return ((Bits{} + bits) & Bits{1, 2, 4, 8}) != 0 ? x : Lanes{};
 #endif
 }
 

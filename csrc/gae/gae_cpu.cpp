@@ -67,8 +67,8 @@ inline Lanes take(Step step, float gamma, float gamma_lambda, Carry& carry) {
   return step.mask ? advantage : zero;
 }
 
-inline Lanes returns_of(Lanes advantage, Lanes value, Mask mask, Lanes& poison) {
-  const Lanes returns = mask ? advantage + value : Lanes{};
+// Returns what it is given; poison stays 0 as long as that is finite.
+inline Lanes watched(Lanes returns, Lanes& poison) {
   poison += returns - returns;
   return returns;
 }
@@ -98,7 +98,8 @@ bool walk_neighbours(const GaeArgs& args, int64_t first) {
       if (N::kNextValues) step.next_value = load(args.next_values.at(sequence, t));
       const Lanes advantage = take<N>(step, args.gamma, args.decay, carries[i]);
       store(args.advantages.at(sequence, t), advantage);
-      store(args.returns.at(sequence, t), returns_of(advantage, step.value, step.mask, poison));
+      const Lanes returns = step.mask ? advantage + step.value : Lanes{};
+      store(args.returns.at(sequence, t), watched(returns, poison));
     }
   }
   return !any(poison != poison);
@@ -198,6 +199,8 @@ struct Tiles {
     uint32_t odd = odd_lanes(from);
     for (int lane = 0; lane < kLanes; ++lane) {
       rows.at[lane] = odd >> lane & 1 ? rows.copies[lane] : from.row(lane);
+      // of so many rows no processor foresees the next tile
+      __builtin_prefetch((const void*)((uintptr_t)from.end[lane] - 4 * sizeof(Lanes)));
     }
     for (; odd; odd &= odd - 1) {
       const int lane = __builtin_ctz(odd);
@@ -211,6 +214,7 @@ struct Tiles {
   Bits load_flags(const Cursor<const uint8_t>& from) const {
     uint32_t flags[kLanes];
     const uint32_t odd = odd_lanes(from);
+    if (from.view.data == nullptr && partial == 0) return Bits{} + ((1u << kLanes) - 1);
     for (int lane = 0; lane < kLanes; ++lane) {
       if (!from.view.data) {
         flags[lane] = ((1u << count[lane]) - 1) << (kLanes - count[lane]);
@@ -257,9 +261,11 @@ struct Tiles {
     for (int i = 0; i < kLanes; ++i) steps[i] = (const float*)&advantage[i];
     transpose(steps, advantage);
     Lanes rows[kLanes];
+    uint32_t flags[kLanes];
+    std::memcpy(flags, &taken, sizeof flags);
     for (int lane = 0; lane < kLanes; ++lane) {
       const Lanes values = load(value_rows.at[lane]);
-      rows[lane] = returns_of(advantage[lane], values, mask_of(taken[lane]), poison);
+      rows[lane] = watched(keep(flags[lane], advantage[lane] + values), poison);
     }
     store_rows(advantages, advantage);
     store_rows(returns, rows);
@@ -267,6 +273,10 @@ struct Tiles {
 
   void store_rows(const Cursor<float>& to, const Lanes* rows) const {
     const uint32_t odd = odd_lanes(to);
+    if (odd == 0) {
+      for (int lane = 0; lane < kLanes; ++lane) store(to.row(lane), rows[lane]);
+      return;
+    }
     for (int lane = 0; lane < kLanes; ++lane) {
       if (odd >> lane & 1) {
         const float* row = (const float*)&rows[lane];
