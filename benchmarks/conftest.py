@@ -76,13 +76,13 @@ def measure(benchmark: Any) -> Callable[..., None]:
             for _ in range(repeats):
                 call(*args)
 
+        line = LINES.setdefault(case, Line({}, {}, moved))
         with ppokern.use_backend(form) if form in BACKENDS else nullcontext():
-            benchmark.pedantic(
-                repeated, setup=lambda: (setup(), {}), rounds=rounds, warmup_rounds=1
-            )
-            line = LINES.setdefault(case, Line({}, {}, moved))
-            if peak:
+            if peak:  # warms up as well
                 line.peaks[form] = benchmark.extra_info["peak"] = usage(call).peak_bytes
+            benchmark.pedantic(
+                repeated, setup=lambda: (setup(), {}), rounds=rounds, warmup_rounds=int(not peak)
+            )
         seconds = line.seconds[form] = benchmark.stats.stats.min / repeats
         if moved:
             share = moved.bytes / seconds / moved.ceiling
