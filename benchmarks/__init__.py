@@ -1,1 +1,1 @@
-"""Benchmarks: CPU time at one thread, eager PyTorch and `torch.compile` in the same run."""
+"""Benchmarks: eager PyTorch, `torch.compile` and every backend in one run. See conftest.py."""

@@ -1,162 +1,111 @@
-"""Log-probs from logits: ``python -m benchmarks.bench_logprob [--mib 256] [V …]``.
+"""Log-probs from logits, of 256 MiB of them."""
 
-Columns: CPU milliseconds at one thread, best of several; the best plain torch form is the fastest
-of log_softmax + gather and gather - logsumexp, on the whole or in blocks of rows. GB/s and the
-share of what four streams read (backward: read and write) are those of the `cpu` backend.
-"""
-
-import argparse
-import warnings
+import functools
+import time
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 import ppokern
-from benchmarks.measure import Ceiling, seconds
+from benchmarks.ceiling import Moved, reading, rewriting
 
-BLOCKS = (1, 4, 16, 64)
+SIZES = pytest.mark.parametrize("v", [32_768, 151_936])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+MIB = 256
 
 
 def softmax_form(logits: Tensor, ids: Tensor) -> Tensor:
-    """Eager, as most write it."""
+    """As most write it."""
     return logits.log_softmax(-1, dtype=torch.float32).gather(-1, ids[:, None])[:, 0]
 
 
 def logsumexp_form(logits: Tensor, ids: Tensor) -> Tensor:
-    """Eager, with less memory."""
+    """With less memory."""
     logits = logits.float()
     return logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
 
 
 def entropy_form(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Eager, with entropy."""
+    """With entropy."""
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, ids[:, None])[:, 0], entropy
 
 
-def in_blocks(form: Callable, logits: Tensor, ids: Tensor, rows: int) -> None:
-    """A form on blocks of rows."""
-    for part, part_ids in zip(logits.split(rows), ids.split(rows), strict=True):
-        form(part, part_ids)
+def in_blocks(form: Callable, rows: int) -> Callable:
+    """A form on blocks of rows, which keeps its temporaries in the cache."""
+
+    def run(logits: Tensor, ids: Tensor) -> Tensor:
+        parts = zip(logits.split(rows), ids.split(rows), strict=True)
+        return torch.cat([form(part, part_ids) for part, part_ids in parts])
+
+    return run
 
 
-def backend(name: str, call: Callable[[], object], repeats: int) -> float:
-    """Seconds on a backend."""
-    with ppokern.use_backend(name):
-        call()
-        return seconds(call, repeats)
+PLAIN = {"eager": softmax_form, "logsumexp": logsumexp_form}
+BLOCKS = {
+    f"{name} by {rows} rows": in_blocks(form, rows)
+    for name, form in PLAIN.items()
+    for rows in (1, 4, 16)
+}
 
 
-def backward(forward: Callable[[Tensor], Tensor], logits: Tensor, repeats: int) -> float:
-    """Seconds of the backward pass alone; the forward pass is made anew each time."""
-    best = float("inf")
-    for _ in range(repeats):
+@functools.lru_cache(maxsize=1)
+def data(v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Moved, Moved]:
+    """Return logits, ids, and the ceilings of a read and of a read and write."""
+    rows = MIB * 2**20 // (v * dtype.itemsize)
+    logits = (3 * torch.randn(rows, v)).to(dtype)
+    return logits, torch.randint(0, v, (rows,)), reading(logits), rewriting(logits)
+
+
+@pytest.mark.parametrize("form", [*PLAIN, *BLOCKS, "compile", *ppokern.available_backends()])
+@DTYPES
+@SIZES
+def bench_forward(measure: Callable, v: int, dtype: torch.dtype, form: str) -> None:
+    """Forward pass without a gradient."""
+    logits, ids, moved, _ = data(v, dtype)
+    forms = {**PLAIN, **BLOCKS, "compile": torch.compile(softmax_form)}
+    call = forms.get(form, ppokern.selected_logprobs)
+    measure(f"forward {v} {dtype}", form, lambda: call(logits, ids), moved=moved, peak=True)
+
+
+@pytest.mark.parametrize("form", ["eager", "compile", *ppokern.available_backends()])
+@DTYPES
+@SIZES
+def bench_entropy(measure: Callable, v: int, dtype: torch.dtype, form: str) -> None:
+    """Forward pass with entropy."""
+    logits, ids, moved, _ = data(v, dtype)
+    forms = {"eager": entropy_form, "compile": torch.compile(entropy_form)}
+    call = forms.get(form, ppokern.selected_logprobs_with_entropy)
+    measure(f"with entropy {v} {dtype}", form, lambda: call(logits, ids), moved=moved)
+
+
+@pytest.mark.parametrize("form", ["eager", "compile", *ppokern.available_backends()])
+@DTYPES
+@SIZES
+def bench_backward(measure: Callable, v: int, dtype: torch.dtype, form: str) -> None:
+    """Backward pass alone; ours in place."""
+    logits, ids, _, moved = data(v, dtype)
+    forms = {"eager": softmax_form, "compile": torch.compile(softmax_form)}
+    inplace = functools.partial(ppokern.selected_logprobs, inplace_backward=True)
+    call, logits = forms.get(form, inplace), logits.clone()
+
+    def forward() -> tuple[Tensor]:
         source = logits.detach().requires_grad_()
-        out = forward(source.view_as(source)).sum()
-        best = min(best, seconds(out.backward, 1))
-        source.grad = None
-    return best
+        return (call(source.view_as(source), ids).sum(),)
+
+    measure(f"backward {v} {dtype}", form, lambda x: x.backward(), forward, moved=moved)
 
 
-def line(*cells: object) -> None:
-    """Print a line of the table."""
-    widths = (9, 8, 9, 9, 9, 9, 9, 9, 7, 6)
-    print(" ".join(f"{cell!s:>{w}}" for cell, w in zip(cells, widths, strict=True)), flush=True)
-
-
-def row(op: str, logits: Tensor, times: dict[str, float], moved: int, ceiling: float) -> None:
-    """Print an op's line."""
-    milliseconds = [f"{1e3 * times[k]:.1f}" if k in times else "-" for k in COLUMNS]
-    rate = moved / times["cpu"]
-    cells = (op, logits.shape[1], str(logits.dtype)[6:], *milliseconds)
-    line(*cells, f"{rate / 1e9:.1f}", f"{rate / ceiling:.0%}")
-
-
-COLUMNS = ("eager", "best", "compile", "torch", "cpu")
-
-
-def bench(v: int, dtype: torch.dtype, mib: int, ceiling: Ceiling) -> None:
-    """Measure every op at one width and dtype."""
-    n = max(1, mib * 2**20 // (v * dtype.itemsize))
-    logits = (3 * torch.randn(n, v)).to(dtype)
-    ids = torch.randint(0, v, (n,))
-    size = logits.nbytes
-
-    times = {"eager": seconds(lambda: softmax_form(logits, ids), 2)}
-    forms = (softmax_form, logsumexp_form)
-    blocks = [(f, b) for f in forms for b in (*BLOCKS, n) if b <= n]
-    times["best"] = min(seconds(lambda: in_blocks(f, logits, ids, b), 3) for f, b in blocks)  # noqa: B023
-    compiled = torch.compile(softmax_form)
-    compiled(logits, ids)
-    times["compile"] = seconds(lambda: compiled(logits, ids), 3)
-
-    def forward() -> object:
-        return ppokern.selected_logprobs(logits, ids)
-
-    times |= {name: backend(name, forward, 5) for name in ("torch", "cpu")}
-    row("forward", logits, times, size, ceiling(logits))
-
-    times = {"eager": seconds(lambda: entropy_form(logits, ids), 2)}
-    compiled = torch.compile(entropy_form)
-    compiled(logits, ids)
-    times["compile"] = seconds(lambda: compiled(logits, ids), 3)
-
-    def with_entropy() -> object:
-        return ppokern.selected_logprobs_with_entropy(logits, ids)
-
-    times |= {name: backend(name, with_entropy, 5) for name in ("torch", "cpu")}
-    row("+ entropy", logits, times, size, ceiling(logits))
-
-    def inplace(x: Tensor) -> Tensor:
-        return ppokern.selected_logprobs(x, ids, inplace_backward=True)
-
-    compiled = torch.compile(softmax_form)
-    times = {
-        "eager": backward(lambda x: softmax_form(x, ids), logits, 2),
-        "compile": backward(lambda x: compiled(x, ids), logits, 3),
-    }
-    for name in ("torch", "cpu"):
-        with ppokern.use_backend(name):
-            times[name] = backward(inplace, logits.clone(), 5)
-    row("backward", logits, times, 2 * size, ceiling(logits, write=True))
-
-
-def small(v: int = 1000) -> None:
-    """Microseconds of a call on few rows, log-probs alone."""
-    print(f"\nmicroseconds at V = {v}: rows, eager, cpu; with a gradient: eager, cpu")
-    for n in (1, 8, 64):
-        logits, ids = torch.randn(n, v), torch.randint(0, v, (n,))
-        leaf = logits.clone().requires_grad_()
-        numbers = []
-        for x in (logits, leaf):
-            for form in (softmax_form, ppokern.selected_logprobs):
-
-                def many(x: Tensor = x, form: Callable = form, ids: Tensor = ids) -> None:
-                    for _ in range(300):
-                        form(x, ids)
-
-                numbers.append(f"{seconds(many) / 300 * 1e6:.1f}")
-        print(f"{n:>4} {' '.join(numbers)}")
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("widths", nargs="*", type=int, default=[1000, 32_000, 152_064])
-    parser.add_argument("--mib", type=int, default=256, help="size of the logits")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    ceiling = Ceiling()
-    print(f"torch {torch.__version__}, one thread, {ppokern.cpu_capability()}; CPU milliseconds")
-    line("", "V", "dtype", *COLUMNS, "GB/s", "share")
-    for v in options.widths:
-        for dtype in (torch.float32, torch.bfloat16):
-            bench(v, dtype, options.mib, ceiling)
-    small()
-
-
-if __name__ == "__main__":
-    main()
+@pytest.mark.benchmark(timer=time.perf_counter)
+@pytest.mark.parametrize("form", ["eager", *ppokern.available_backends()])
+@pytest.mark.parametrize("threads", [1, 2])
+@DTYPES
+def bench_threads(measure: Callable, dtype: torch.dtype, threads: int, form: str) -> None:
+    """Forward pass on one and on two threads, by the clock on the wall."""
+    logits, ids, _, _ = data(32_768, dtype)
+    torch.set_num_threads(threads)
+    call = {"eager": softmax_form}.get(form, ppokern.selected_logprobs)
+    measure(f"forward 32768 {dtype}, wall, {threads} threads", form, lambda: call(logits, ids))

@@ -4,7 +4,7 @@ Needs an NVIDIA GPU and torch 2.9 or later with its own Triton; downloads and in
 this order: every op on the backend `triton` against float64, beside eager PyTorch; the op tests
 with the marker `gpu`, where pytest is there; the kernels' share of the bandwidth of a copy;
 `linear_ppo_loss` against three bare GEMMs, with its peak memory; eager, torch.compile and, where
-installed, Liger in the same run. Prints one table and writes ``gpu_check.json``.
+installed, Liger in the same run. Prints one table and writes it to ``runs/gpu_check.json``.
 
 A line that fails says so and the next one runs: the machine may not be there a second time.
 """
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
+RUNS = ROOT / "runs"
 if importlib.util.find_spec("jaxtyping") is None:  # annotations alone; none is checked here
     shapes = types.ModuleType("jaxtyping")
     shapes.__dict__.update(dict.fromkeys(("Bool", "Float", "Integer"), dict))
@@ -121,7 +122,7 @@ def op_tests() -> dict[str, Any]:
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=TEST_SECONDS, check=False
     )
-    (ROOT / "gpu_check_tests.txt").write_text(done.stdout + done.stderr)
+    (RUNS / "gpu_check_tests.txt").write_text(done.stdout + done.stderr)
     return {"passed": done.returncode == 0, "last": done.stdout.strip().split("\n")[-1]}
 
 
@@ -306,10 +307,11 @@ def main() -> None:
     """Run it all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer sizes, no tests")
-    parser.add_argument("--out", type=Path, default=ROOT / "gpu_check.json")
+    parser.add_argument("--out", type=Path, default=RUNS / "gpu_check.json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("gpu_check: no CUDA device")
+    RUNS.mkdir(exist_ok=True)
     report = Report(options.quick)
     triton = importlib.import_module("triton").__version__
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton}"

@@ -130,13 +130,15 @@ def logprob_calls(n: int = 3, v: int = 8192, temperature: float = 0.7) -> dict[s
 
     def call(dtype: torch.dtype, width: int, everything: bool) -> None:
         logits, ids = torch.zeros(n, width, dtype=dtype), torch.zeros(n, dtype=torch.int64)
-        softcap, mask, at = None, None, torch.tensor(temperature)
+        softcap, mask, at = None, None, temperature
         if everything:
             softcap, mask, at = 30.0, torch.ones(n, dtype=torch.bool), torch.ones(n)
-        saved = logprob.forward(logits, ids, mask, at, softcap, width, everything, torch.float32)
+        *_, found = logprob.forward(
+            logits, ids, mask, at, softcap, width, everything, torch.float32
+        )
         in_entropy = torch.ones(n) if everything else None
         logprob.backward(
-            torch.ones(n), in_entropy, logits, ids, mask, at, softcap, width, saved, logits,
+            torch.ones(n), in_entropy, logits, ids, mask, at, softcap, width, found, logits,
             compact=everything,
         )  # fmt: skip
 

@@ -3,7 +3,8 @@
 // All that the kernels inline is read anew with them, since g++ splits vectors that it meets
 // outside a target region. The headers of others are read before, so that no function of theirs
 // is compiled for an instruction set that the machine may lack. PPOKERN_LANES tells the sets
-// apart, since g++ 12 defines no __AVX512F__ in a target region.
+// apart, since g++ 12 defines no __AVX512F__ in a target region. A file that defines
+// PPOKERN_STORES_BF16 is compiled once more, for processors that round to bfloat16.
 
 #include <cmath>
 #include <cstring>
@@ -57,11 +58,30 @@ PPOKERN_BEGIN_TARGET("fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 #undef PPOKERN_LANES
 PPOKERN_END_TARGET
 
+#ifdef PPOKERN_STORES_BF16
+PPOKERN_BEGIN_TARGET("fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#define PPOKERN_ISA avx512_bf16
+#define PPOKERN_LANES 16
+#define PPOKERN_BF16  // has an instruction that rounds to bfloat16
+#include "lanes.h"
+#include "token_math.h"
+#include PPOKERN_KERNELS
+#undef PPOKERN_ISA
+#undef PPOKERN_LANES
+#undef PPOKERN_BF16
+PPOKERN_END_TARGET
+#else
+namespace ppokern {
+namespace avx512_bf16 = avx512;
+}
+#endif
+
 // The address of the version of a function that this machine runs.
-#define PPOKERN_BEST(function)               \
-  (isa() == Isa::kAvx512 ? &avx512::function \
-   : isa() == Isa::kAvx2 ? &avx2::function   \
-                         : &plain::function)
+#define PPOKERN_BEST(function)                        \
+  (isa() == Isa::kAvx512Bf16 ? &avx512_bf16::function \
+   : isa() == Isa::kAvx512   ? &avx512::function      \
+   : isa() == Isa::kAvx2     ? &avx2::function        \
+                             : &plain::function)
 
 #else
 

@@ -28,7 +28,58 @@ inline Mask load(const uint8_t* from) {
 #endif
 }
 
+// A bit for each of kLanes bytes that is not 0.
+inline uint32_t bits_of(const uint8_t* from) {
+#if PPOKERN_LANES == 16
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+  return _mm_test_epi8_mask(bytes, bytes);
+#elif PPOKERN_LANES == 8
+  const __m128i bytes = _mm_loadl_epi64((const __m128i*)from);
+  return ~_mm_movemask_epi8(_mm_cmpeq_epi8(bytes, _mm_setzero_si128())) & 0xff;
+#else
+  return (from[0] != 0) | (from[1] != 0) << 1 | (from[2] != 0) << 2 | (from[3] != 0) << 3;
+#endif
+}
+
+// 0 in the lanes whose bits are 0.
+inline Lanes keep(uint32_t bits, Lanes x) {
+#if PPOKERN_LANES == 16
+  return _mm512_maskz_mov_ps(bits, x);
+#elif PPOKERN_LANES == 8
+  return ((Bits{} + bits) & Bits{1, 2, 4, 8, 16, 32, 64, 128}) != 0 ? x : Lanes{};
+#else
+  return ((Bits{} + bits) & Bits{1, 2, 4, 8}) != 0 ? x : Lanes{};
+#endif
+}
+
 inline void store(float* to, Lanes x) { std::memcpy(to, &x, sizeof x); }
+
+// How many lanes of a vector there are: all, or at the end of a tensor the first few.
+using All = std::integral_constant<int, kLanes>;
+
+template <class T>
+inline auto load(const T* from, All) {
+  return load(from);
+}
+
+template <class T>
+inline auto load(const T* from, int count) {
+  T padded[kLanes] = {};
+  std::memcpy(padded, from, count * sizeof(T));
+  return load(padded);
+}
+
+inline void store(float* to, Lanes x, All) { store(to, x); }
+
+inline void store(float* to, Lanes x, int count) { std::memcpy(to, &x, count * sizeof(float)); }
+
+inline Mask first(All) { return Mask{} == 0; }
+
+inline Mask first(int count) {
+  Mask mask{};
+  for (int i = 0; i < count; ++i) mask[i] = -1;
+  return mask;
+}
 
 inline bool any(Mask mask) {
 #if PPOKERN_LANES == 16
@@ -76,9 +127,60 @@ inline Lanes max(Lanes a, Lanes b) {
 #endif
 }
 
-// scale * 2^x: 2^x is exact for integers, 0 below -126, inf from 128 on, else of a relative error
-// of 1.5e-7. A polynomial, minimax on [0, 1] with value 1 at 0, of the distance from the integer
-// below.
+// The second one if either is NaN.
+inline Lanes min(Lanes a, Lanes b) { return a < b ? a : b; }
+
+// NaN stays one.
+inline Lanes clamp(Lanes x, float low, float high) {
+  return min(broadcast(high), max(broadcast(low), x));
+}
+
+// scale * 2^x as a product of two factors, which a sum takes in by one operation: exact for
+// integers, 0 below -126 or from there on subnormal, inf from 128 on, else of a relative error of
+// 1.5e-7.
+#if PPOKERN_LANES == 16
+// The power at the next multiple of 1/32 below, from a table, and a polynomial, minimax on
+// [0, 1/32] with value 1 at 0, of the distance from there. Half of this runs in the units that
+// multiply, half in those that add.
+struct Exp2 {
+  Lanes lower, upper;  // the table
+
+  explicit Exp2(float scale = 1) {
+    static const float table[2 * kLanes] = {
+        0x1.000000p+0, 0x1.059b0ep+0, 0x1.0b5586p+0, 0x1.11301ep+0, 0x1.172b84p+0, 0x1.1d4874p+0,
+        0x1.2387a6p+0, 0x1.29e9e0p+0, 0x1.306fe0p+0, 0x1.371a74p+0, 0x1.3dea64p+0, 0x1.44e086p+0,
+        0x1.4bfdaep+0, 0x1.5342b6p+0, 0x1.5ab07ep+0, 0x1.6247ecp+0, 0x1.6a09e6p+0, 0x1.71f75ep+0,
+        0x1.7a1148p+0, 0x1.82589ap+0, 0x1.8ace54p+0, 0x1.93737cp+0, 0x1.9c4918p+0, 0x1.a5503cp+0,
+        0x1.ae89fap+0, 0x1.b7f770p+0, 0x1.c199bep+0, 0x1.cb720ep+0, 0x1.d5818ep+0, 0x1.dfc974p+0,
+        0x1.ea4afap+0, 0x1.f50766p+0};
+    lower = load(table) * scale;
+    upper = load(table + kLanes) * scale;
+  }
+
+  // Of several vectors in step: the instructions of one wait for each other, and behind them a
+  // processor does not look far for others.
+  template <int kCount>
+  PPOKERN_INLINE void operator()(Lanes (&x)[kCount], Lanes (&power)[kCount]) const {
+    constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+    Lanes rest[kCount];
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) {
+      rest[i] = _mm512_maskz_reduce_ps(0xffff, x[i], 5 << 4 | kDown);
+      power[i] = _mm512_maskz_add_round_ps(0xffff, x[i], broadcast(0x1.8p18f), kDown);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) {  // the lowest five bits choose
+      power[i] = _mm512_permutex2var_ps(lower, (__m512i)power[i], upper);
+      power[i] = _mm512_maskz_scalef_ps(0xffff, power[i], x[i]);
+      x[i] = fma(rest[i], broadcast(0x1.f0f3e4p-3f), broadcast(0x1.62e11ep-1f));
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) x[i] = fma(x[i], rest[i], broadcast(1));
+  }
+};
+#else
+// The power at the integer below, and a polynomial, minimax on [0, 1] with value 1 at 0, of the
+// distance from there.
 struct Exp2 {
   Lanes c0, c1, c2, c3, c4, c5;
 
@@ -90,16 +192,11 @@ struct Exp2 {
         c4(broadcast(scale * 0x1.277854p-7f)),
         c5(broadcast(scale * 0x1.e974fep-10f)) {}
 
-  // Of several vectors in step: the instructions of one wait for each other, and behind them a
-  // processor does not look far for others.
   template <int kCount>
-  PPOKERN_INLINE void operator()(Lanes (&x)[kCount]) const {
-    Lanes fraction[kCount], power[kCount];
+  PPOKERN_INLINE void operator()(Lanes (&x)[kCount], Lanes (&power)[kCount]) const {
+    Lanes rest[kCount];
 #pragma GCC unroll 8
     for (int i = 0; i < kCount; ++i) {
-#if PPOKERN_LANES == 16
-      fraction[i] = _mm512_maskz_reduce_ps(0xffff, x[i], _MM_FROUND_TO_NEG_INF);
-#else
       x[i] = x[i] < -127.0f ? broadcast(-127.0f) : x[i] > 128.0f ? broadcast(128.0f) : x[i];
 #if PPOKERN_LANES == 8
       const Lanes below = _mm256_floor_ps(x[i]);
@@ -107,24 +204,15 @@ struct Exp2 {
       const Lanes nearest = (x[i] + 0x1.8p23f) - 0x1.8p23f;
       const Lanes below = nearest > x[i] ? nearest - 1.0f : nearest;
 #endif
-      fraction[i] = x[i] - below;
-      x[i] = (Lanes)((Bits)(below + (0x1.8p23f + 127)) << 23);  // its lowest bits: the exponent's
-#endif
-      power[i] = c5;
+      rest[i] = x[i] - below;
+      power[i] = (Lanes)((Bits)(below + (0x1.8p23f + 127)) << 23);  // the lowest bits: the exponent
+      x[i] = c5;
     }
-    horner(power, fraction, c4);
-    horner(power, fraction, c3);
-    horner(power, fraction, c2);
-    horner(power, fraction, c1);
-    horner(power, fraction, c0);
-#pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) {
-#if PPOKERN_LANES == 16
-      x[i] = _mm512_maskz_scalef_ps(0xffff, power[i], x[i]);
-#else
-      x[i] *= power[i];
-#endif
-    }
+    horner(x, rest, c4);
+    horner(x, rest, c3);
+    horner(x, rest, c2);
+    horner(x, rest, c1);
+    horner(x, rest, c0);
   }
 
  private:
@@ -134,11 +222,49 @@ struct Exp2 {
     for (int i = 0; i < kCount; ++i) power[i] = fma(power[i], x[i], c);
   }
 };
+#endif
 
 inline Lanes exp2(Lanes x) {
-  Lanes one[] = {x};
-  Exp2()(one);
-  return one[0];
+  Lanes one[] = {x}, power[1];
+  Exp2()(one, power);
+  return one[0] * power[0];
+}
+
+// x = n log(2) + r for an integer n, and exp(r) - 1: exact to a rounding also near 0.
+struct Expm1 {
+  Lanes n, rest;
+
+  explicit Expm1(Lanes x) {
+    const float log2e = 1.44269504088896f;
+    x = clamp(x, -150, 89);  // beyond, exp is 0 or infinite
+    n = (x * log2e + 0x1.8p23f) - 0x1.8p23f;
+    const Lanes r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), x));
+    const Lanes square = r * r;  // minimax on [-log(2) / 2, log(2) / 2]; Cephes, expf
+    const Lanes high = fma(broadcast(1.9875691500e-4f), r, broadcast(1.3981999507e-3f));
+    const Lanes middle = fma(broadcast(8.3334519073e-3f), r, broadcast(4.1665795894e-2f));
+    const Lanes low = fma(broadcast(1.6666665459e-1f), r, broadcast(5.0000001201e-1f));
+    rest = fma(fma(fma(high, square, middle), square, low), square, r);
+  }
+};
+
+// x * 2^n, n an integer of at most 254 in size.
+inline Lanes scaled(Lanes x, Lanes n) {
+#if PPOKERN_LANES == 16
+  return _mm512_maskz_scalef_ps(0xffff, x, n);
+#else  // in two steps, neither of which overflows alone
+  const Mask whole = (Mask)(n + 0x1.8p23f) - 0x4b400000, half = whole >> 1;
+  return x * (Lanes)((half + 127) << 23) * (Lanes)((whole - half + 127) << 23);
+#endif
+}
+
+inline Lanes exp(Lanes x) {
+  const Expm1 e(x);
+  return scaled(1.0f + e.rest, e.n);
+}
+
+inline Lanes expm1(Lanes x) {
+  const Expm1 e(max(broadcast(-64), x));  // below it is -1
+  return scaled(e.rest + (1.0f - scaled(broadcast(1), -e.n)), e.n);
 }
 
 inline Lanes tanh(Lanes x) {
@@ -188,9 +314,15 @@ inline void store_pair(float* to, const Lanes* x) {
   store(to + kLanes, x[1]);
 }
 
-// To nearest, ties to even; the lower half of a NaN must be empty.
+// To nearest, ties to even; the lower half of a NaN must be empty. The instruction for it makes
+// numbers below 2^-126 zero, which no other way does.
 inline void store_pair(Bf16* to, const Lanes* x) {
-#if PPOKERN_LANES == 4
+#if defined(PPOKERN_BF16)  // the even places' 16, then the odd ones': each pair from i and 16 + i
+  const Bits lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Bits from = lane | (lane + 16) << 16;
+  const Bits bits = (Bits)_mm512_maskz_permutexvar_epi16(0xffffffff, (__m512i)from,
+                                                         (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
+#elif PPOKERN_LANES == 4
   const Bits first = (Bits)x[0] + 0x7fff + ((Bits)x[0] >> 16 & 1);
   const Bits second = (Bits)x[1] + 0x7fff + ((Bits)x[1] >> 16 & 1);
   const Bits bits = first >> 16 | (second & 0xffff0000);
@@ -243,32 +375,43 @@ inline Lanes fold(Lanes x, Take take, std::integer_sequence<int, kLane...> lanes
   return x;
 }
 
+struct Plus {
+  Lanes operator()(Lanes a, Lanes b) const { return a + b; }
+};
+
+struct Min {
+  Lanes operator()(Lanes a, Lanes b) const { return min(a, b); }
+};
+
+struct Max {
+  Lanes operator()(Lanes a, Lanes b) const { return max(a, b); }
+};
+
 template <class Take>
 inline float reduce(Lanes x, Take take) {
   return fold<kLanes / 2>(x, take, std::make_integer_sequence<int, kLanes>())[0];
 }
 
-template <int kBlock, class V, int... kLane>
-inline void exchange_blocks(V* rows, std::integer_sequence<int, kLane...> lanes) {
+template <int kBlock, int... kLane>
+inline void exchange_blocks(Lanes* rows, std::integer_sequence<int, kLane...> lanes) {
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
     if (i & kBlock) continue;
-    const V upper = rows[i], lower = rows[i + kBlock];
+    const Lanes upper = rows[i], lower = rows[i + kBlock];
     rows[i] = shuffle<(kLane & kBlock ? kLanes + kLane - kBlock : kLane)...>(upper, lower);
     rows[i + kBlock] = shuffle<(kLane & kBlock ? kLanes + kLane : kLane + kBlock)...>(upper, lower);
   }
   if constexpr (kBlock > 1) exchange_blocks<kBlock / 2>(rows, lanes);
 }
 
-// Transposes kLanes vectors: at each size of block, those off the diagonal change places.
-template <class V>
-__attribute__((noinline)) void transpose(V* x) {
-  V rows[kLanes];  // in registers, which the stores to x would not allow
+// Transposes kLanes rows: at each size of block, those off the diagonal change places.
+__attribute__((noinline, unused)) void transpose(const float* const* rows, Lanes* to) {
+  Lanes x[kLanes];  // in registers, which the stores would not allow
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) rows[i] = x[i];
-  exchange_blocks<kLanes / 2>(rows, std::make_integer_sequence<int, kLanes>());
+  for (int i = 0; i < kLanes; ++i) x[i] = load(rows[i]);
+  exchange_blocks<kLanes / 2>(x, std::make_integer_sequence<int, kLanes>());
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) x[i] = rows[i];
+  for (int i = 0; i < kLanes; ++i) to[i] = x[i];
 }
 
 }  // namespace

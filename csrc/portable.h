@@ -9,6 +9,10 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
 #if defined(__CUDACC__)
 #define PPOKERN_HOST_DEVICE __host__ __device__
 #else
@@ -43,6 +47,23 @@ struct Rows {
     return static_cast<T*>(data) + (offsets ? offsets[row] : row * stride);
   }
 };
+
+// A contiguous tensor. An absent one has no data.
+template <class T>
+struct Dense {
+  T* data;
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// Of packed sequences; out of bounds there would be memory of others.
+inline void check_boundaries(const int64_t* begin, int64_t sequences, int64_t steps) {
+  const int64_t* end = begin + sequences + 1;
+  if (*begin != 0 || end[-1] != steps || !std::is_sorted(begin, end)) {
+    throw std::invalid_argument("cu_seqlens: expected non-decreasing values from 0 to " +
+                                std::to_string(steps));
+  }
+}
 
 // The upper half of a float.
 struct Bf16 {
@@ -104,13 +125,13 @@ inline Fp16 narrow<Fp16>(float x) {
   return {static_cast<uint16_t>(sign | half)};
 }
 
-enum class Isa { kDefault, kAvx2, kAvx512 };
+enum class Isa { kDefault, kAvx2, kAvx512, kAvx512Bf16 };
 
 inline Isa best_isa() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return Isa::kAvx512;
+    return __builtin_cpu_supports("avx512bf16") ? Isa::kAvx512Bf16 : Isa::kAvx512;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c")) {
@@ -122,22 +143,35 @@ inline Isa best_isa() {
 
 // The instruction set of the kernels: the machine's best, or a lower one that the environment
 // names when it is first asked for. Advantages are the same to the bit on all of them; log-probs
-// differ by rounding, since they use fused multiply-adds where there are some.
+// and losses differ by rounding, since they use fused multiply-adds where there are some.
 inline Isa isa() {
   static const Isa chosen = [] {
     const char* named = std::getenv("PPOKERN_CPU_CAPABILITY");
-    const std::string name = named ? named : "avx512";
-    if (name == "avx512") return best_isa();
+    const std::string name = named ? named : "avx512_bf16";
+    if (name == "avx512_bf16") return best_isa();
+    if (name == "avx512") return std::min(best_isa(), Isa::kAvx512);
     if (name == "avx2") return std::min(best_isa(), Isa::kAvx2);
     if (name == "default") return Isa::kDefault;
-    throw std::invalid_argument("PPOKERN_CPU_CAPABILITY: expected default, avx2 or avx512, got " +
-                                name);
+    throw std::invalid_argument(
+        "PPOKERN_CPU_CAPABILITY: expected default, avx2, avx512 or avx512_bf16, got " + name);
   }();
   return chosen;
 }
 
 inline const char* cpu_capability() {
-  return isa() == Isa::kAvx512 ? "avx512" : isa() == Isa::kAvx2 ? "avx2" : "default";
+  constexpr const char* kNames[] = {"default", "avx2", "avx512", "avx512_bf16"};
+  return kNames[static_cast<int>(isa())];
+}
+
+// Whether this process is a fork: the threads that OpenMP would wait for stayed in its parent.
+inline bool forked = false;
+#if defined(__unix__) || defined(__APPLE__)
+inline const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#endif
+
+// How many threads work on so many elements: one, where waking others costs more than it saves.
+inline int threads_for(int64_t elements, int threads) {
+  return forked || elements < 1 << 16 ? 1 : threads;
 }
 
 }  // namespace ppokern

@@ -33,6 +33,8 @@ def _load_native() -> ModuleType | None:
 
 native = _load_native()  # the C++ kernels, None where they were not built
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it once too
+# os.environ raises an error and catches it where there is no such variable: 4 us
+_environment = os.environ.get if native is None else native.getenv
 _named: ContextVar[str | None] = ContextVar("ppokern_backend", default=None)
 
 
@@ -51,8 +53,8 @@ def _has_triton() -> bool:
 def cpu_capability() -> str | None:
     """Return the instruction set of the C++ kernels, None where they were not built.
 
-    ``"avx512"``, ``"avx2"`` or ``"default"``: the machine's best, or the one that
-    ``PPOKERN_CPU_CAPABILITY`` names.
+    ``"avx512_bf16"``, ``"avx512"``, ``"avx2"`` or ``"default"``: the machine's best, or the one
+    that ``PPOKERN_CPU_CAPABILITY`` names.
     """
     return None if native is None else native.cpu_capability()
 
@@ -93,7 +95,7 @@ def use_backend(name: str) -> Iterator[None]:
 def named() -> str:
     """Return the backend asked for by name, or an empty string."""
     name = _named.get()
-    if name is None and (name := os.environ.get("PPOKERN_BACKEND")):
+    if name is None and (name := _environment("PPOKERN_BACKEND")):
         _check_name("PPOKERN_BACKEND", name)
     return name or ""
 
@@ -117,20 +119,25 @@ def select(
     Raises:
         ValueError: the backend asked for cannot do this call.
     """
-    able = [known for known in kernels if _can(known, name, device, dtype)]
-    if name and name not in able:
+    able = ["torch"]
+    if dtype in _FAST_DTYPES:
+        if device.type == "cpu" and native and "cpu" in kernels:
+            able.append("cpu")
+        if "triton" in kernels and _runs_triton(device, name):
+            able.append("triton")
+    name = name or able[-1]  # in the order of speed
+    if name not in able:
         raise ValueError(
             f"{op}: backend {name!r} cannot do {dtype} on {device.type}; can: {', '.join(able)}"
         )
-    kernel: Any = kernels[name or able[-1]]  # a table is in the order of speed
-    return pkgutil.resolve_name(kernel) if isinstance(kernel, str) else kernel
+    kernel: Any = kernels[name]
+    return _at_path(kernel) if isinstance(kernel, str) else kernel
 
 
-def _can(known: str, name: str, device: torch.device, dtype: torch.dtype) -> bool:
-    if known == "torch":
-        return True
-    if known == "cpu":
-        return native is not None and device.type == "cpu" and dtype in _FAST_DTYPES
-    interpreted = _INTERPRETED and name == "triton"  # slow, so by name only
-    on_device = device.type == "cuda" or (device.type == "cpu" and interpreted)
-    return on_device and dtype in _FAST_DTYPES and _has_triton()
+_at_path = cache(pkgutil.resolve_name)
+
+
+def _runs_triton(device: torch.device, name: str) -> bool:
+    """Return whether Triton runs there: on the CPU interpreted, slowly, so by name only."""
+    by_name = _INTERPRETED and name == "triton"
+    return (by_name if device.type == "cpu" else device.type == "cuda") and _has_triton()

@@ -11,6 +11,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ppokern._backend import native
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (
     torch.int64,
@@ -44,7 +46,7 @@ def validating() -> bool:
 
 def values_of(x: Tensor) -> bool:
     """Return whether the values of `x` may be looked at in order to check them."""
-    return not torch.compiler.is_compiling() and (x.device.type == "cpu" or _validation)
+    return not torch.compiler.is_compiling() and (x.is_cpu or _validation)
 
 
 def fail(name: str, expected: object, got: object, kind: type[Exception] = ValueError) -> NoReturn:
@@ -85,7 +87,7 @@ def like(
     if x is None:
         return
     x = tensor(name, x, dtypes)
-    if tuple(x.shape) != tuple(shape):
+    if x.shape != tuple(shape):
         fail(name, f"shape {tuple(shape)}", tuple(x.shape))
     if x.device != device:
         fail(name, f"a tensor on {device}", f"one on {x.device}")
@@ -149,9 +151,9 @@ def token_ids(ids: Tensor, mask: Tensor | None, limit: int) -> None:
     """Check that unmasked ids lie in ``[0, limit)`` or are -100, where values may be looked at."""
     if not values_of(ids):
         return
-    if ids.device.type == "cpu" and ids.numel():
-        low, high = ids.aminmax()
-        if 0 <= int(low) and int(high) < limit:
+    if native and ids.is_cpu and ids.is_contiguous() and (mask is None or mask.is_contiguous()):
+        at_mask = 0 if mask is None else mask.data_ptr()
+        if native.token_ids_fit(ids.data_ptr(), at_mask, ids.numel(), limit):
             return
     bad = ((ids < 0) & (ids != -100)) | (ids >= limit)
     if (at := first(bad if mask is None else bad & mask)) is not None:

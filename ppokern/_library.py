@@ -5,6 +5,7 @@ Eager mode goes through `torch.autograd.Function`, which costs a few microsecond
 here from one forward, one backward and their shapes.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ def register(
     gradient: Callable[..., Any] | None = None,
     gradient_fake: Callable[..., Any] | None = None,
     schema: str | None = None,
+    learned: int = sys.maxsize,
 ) -> Callable[..., Any]:
     """Register ``ppokern::name`` and return the function that ops call.
 
@@ -43,11 +45,13 @@ def register(
         forward: takes and returns what its annotations say (they are the schema).
         fake: the same signature, returns tensors of the right shape and dtype.
         setup_context: ``(ctx, inputs, output)``, as in `torch.autograd.Function`.
-        backward: ``(ctx, gradient, *grads)`` returns a gradient or None for each input; calls
-            `gradient`.
+        backward: ``(ctx, gradient, *grads)`` returns a gradient or None for each input, or for the
+            `learned` ones; calls `gradient`.
         gradient: the kernel of the backward pass, registered as ``ppokern::name_backward``.
         gradient_fake: its shapes.
         schema: of `forward`, where its annotations do not say it.
+        learned: how many inputs, from the first on, may take a gradient; by default all. To torch
+            the others are one constant: each argument costs time.
     """
     op = torch.library.custom_op(f"ppokern::{name}", forward, mutates_args=(), schema=schema)
     op.register_fake(fake)
@@ -62,37 +66,46 @@ def register(
 
     def differentiate(compiled: bool, ctx: Any, *grads: Tensor | None) -> tuple:
         ctx.compiled = compiled
-        with torch.no_grad():
-            result = backward(ctx, gradient_op if compiled else gradient, *grads)
+        kernel = gradient_op if compiled else gradient
         if not torch.is_grad_enabled():
-            return result
+            return backward(ctx, kernel, *grads)
+        with torch.no_grad():
+            result = backward(ctx, kernel, *grads)
         # attached to what they depend on, so that a second derivative is an error and not a zero
         return _SecondDerivative.apply(name, len(result), *result, *ctx.saved_tensors, *grads)
 
-    op.register_autograd(
-        lambda ctx, *grads: differentiate(True, ctx, *grads), setup_context=setup_context
-    )
+    def differentiate_compiled(ctx: Any, *grads: Tensor | None) -> tuple:
+        result = differentiate(True, ctx, *grads)
+        return *result, *(None,) * (len(ctx.needs_input_grad) - len(result))
+
+    op.register_autograd(differentiate_compiled, setup_context=setup_context)
 
     def forward_eagerly(ctx: Any, *inputs: Any) -> Any:
         # a `setup_context` of its own would have torch bind the signature anew for each call
+        inputs = *inputs[:-1], *inputs[-1]
         output = forward(*inputs)
         setup_context(ctx, inputs, output)
         return output
+
+    def differentiate_eagerly(ctx: Any, *grads: Tensor | None) -> tuple:
+        return *differentiate(False, ctx, *grads)[:learned], None
 
     function = type(
         name,
         (torch.autograd.Function,),
         {
             "forward": staticmethod(forward_eagerly),
-            "backward": staticmethod(lambda ctx, *grads: differentiate(False, ctx, *grads)),
+            "backward": staticmethod(differentiate_eagerly),
         },
     )
 
     def eager(*inputs: Any) -> Any:
-        learns = torch.is_grad_enabled() and any(
-            isinstance(x, Tensor) and x.requires_grad for x in inputs
-        )
-        return function.apply(*inputs) if learns else forward(*inputs)
+        if torch.is_grad_enabled():
+            first = inputs[:learned]
+            for x in first:
+                if isinstance(x, Tensor) and x.requires_grad:
+                    return function.apply(*first, inputs[learned:])
+        return forward(*inputs)
 
     return _by_mode(op, eager)
 

@@ -12,6 +12,7 @@ class Sequences:
 
     def __init__(self, shape: torch.Size, cu_seqlens: Tensor | None) -> None:
         """Take the shape of the per-token tensors, and `cu_seqlens` where they are packed."""
+        self._tokens = shape
         self.length = shape[-1] if len(shape) else 1
         self._cu_seqlens = cu_seqlens
         if cu_seqlens is None:
@@ -39,7 +40,7 @@ class Sequences:
         """Return each token's sequence's value."""
         if self._cu_seqlens is not None:
             return per_sequence[self._segment]
-        return per_sequence.unsqueeze(-1).expand(*self.shape, self.length)
+        return per_sequence.unsqueeze(-1).expand(self._tokens) if self._tokens else per_sequence
 
     def next_unmasked(self, mask: Tensor) -> Tensor:
         """Return, for each position, the next unmasked one behind it, `length` without one."""
@@ -47,6 +48,17 @@ class Sequences:
         here = torch.where(mask, positions, self.length)
         nearest = here.flip(-1).cummin(-1).values.flip(-1)
         return torch.cat([nearest[..., 1:], torch.full_like(nearest[..., :1], self.length)], -1)
+
+    def last(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return for each sequence the flat index of its last unmasked token, and if it has one."""
+        ends = torch.where(mask, torch.arange(1, self.length + 1, device=mask.device), 0)
+        if self._cu_seqlens is None:
+            last = ends.amax(-1) if self.length else mask.new_zeros(self.shape, dtype=torch.int64)
+            starts = torch.arange(last.numel(), device=mask.device).view(last.shape) * self.length
+        else:
+            last = ends.new_zeros(self.shape).scatter_reduce(0, self._segment, ends, "amax")
+            starts = 0
+        return (starts + last - 1).clamp(min=0), last > 0
 
     def is_last(self, mask: Tensor) -> Tensor:
         """Return where a sequence's last unmasked token stands."""

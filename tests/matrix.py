@@ -20,6 +20,6 @@ class Can(NamedTuple):
 # What each backend can do. A new one joins every test below with one line.
 CAN = {
     "torch": Can(OPS, FLOATS),
-    "cpu": Can(("logprob", "linear", "gae"), FLOATS[:3]),
+    "cpu": Can(("logprob", "linear", "gae", "ppo_loss"), FLOATS[:3]),
     "triton": Can(("logprob", "linear", "gae", "ppo_loss"), FLOATS[:3], TRITON_DEVICE),
 }

@@ -1,10 +1,15 @@
 """What tests share to observe a call: gradients, side effects, memory, matrix products."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -50,6 +55,29 @@ def unchanged(*tensors: Tensor | None) -> Iterator[None]:
             torch.equal(t.nan_to_num(7e7), copy.nan_to_num(7e7)) if t.is_floating_point() else None
         )
         assert same if same is not None else torch.equal(t, copy), "an argument changed"
+
+
+PROGRAM = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import {module} as t
+from ppokern import cpu_capability
+torch.save([cpu_capability(), {results}], sys.argv[2])
+"""
+
+
+CAPABILITIES = ("default", "avx2", "avx512", "avx512_bf16")
+
+
+def on_instruction_set(capability: str, module: str, results: str, folder: Path) -> Any:
+    """What an expression, of the test module `t`, gives on an instruction set; skips without it."""
+    program, out = PROGRAM.format(module=module, results=results), folder / "out.pt"
+    command = [sys.executable, "-c", program, str(Path(__file__).parent), str(out)]
+    subprocess.run(command, check=True, env=os.environ | {"PPOKERN_CPU_CAPABILITY": capability})
+    used, result = torch.load(out)
+    if used != capability:
+        pytest.skip(f"this machine has no {capability}")
+    return result
 
 
 class Usage(NamedTuple):

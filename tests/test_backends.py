@@ -71,7 +71,9 @@ def test_a_named_backend_does_the_call_or_says_what_can(
     backend: str, name: str, dtype: torch.dtype
 ) -> None:
     """Never another one in silence: what is not in the matrix is an error."""
-    call, can = calls.every(dtype)[name], CAN[backend]
+    can = CAN[backend]
+    with torch.device(can.device):
+        call = calls.every(dtype)[name]
     if op_of(name) in can.ops and dtype in can.dtypes:
         with use_backend("torch"):
             expected = calls.outputs(call.fn(**call.args))
@@ -264,3 +266,44 @@ def test_the_readme_of_the_names() -> None:
     }
     for name, fields in promised.items():
         assert getattr(ppokern, name)._fields == fields
+
+
+AFTER_FORK = """
+import os, signal, sys
+import torch, ppokern
+from torch.utils.data import DataLoader, Dataset
+
+torch.set_num_threads(2)
+logits, ids = torch.randn(8, 20_000), torch.randint(0, 20_000, (8,))
+rewards, values = torch.randn(2, 256, 400)
+
+
+def run():
+    return ppokern.selected_logprobs(logits, ids), *ppokern.gae(rewards, values)
+
+
+class Same(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        outputs = run()
+        torch.set_num_threads(1)  # torch.equal itself waits
+        return all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+expected = run()
+if sys.argv[1] == "fork":
+    if child := os.fork():
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    signal.alarm(60)
+    os._exit(0 if Same()[0] else 1)
+loader = DataLoader(Same(), num_workers=2, multiprocessing_context="fork", timeout=60)
+assert all(loader)
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "loader"])
+def test_a_forked_process_does_not_wait_for_the_threads_of_its_parent(how: str) -> None:
+    command = [sys.executable, "-c", AFTER_FORK, how]
+    assert subprocess.run(command, cwd=ROOT, timeout=240).returncode == 0

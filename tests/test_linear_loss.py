@@ -14,7 +14,6 @@ from ppokern import (
     linear_selected_logprobs_with_entropy,
     ppo_loss,
     ppo_policy_loss,
-    use_backend,
 )
 
 OP = "linear"
@@ -59,19 +58,18 @@ def two_ops(
     first = {k: options.pop(k) for k in LINEAR if k in options}
     out = linear_selected_logprobs_with_entropy(hidden, weight, token_ids, **first)
     none = torch.zeros_like(old_logprobs)
-    with use_backend("torch"):
-        return ppo_loss(
-            out.logprobs,
-            old_logprobs,
-            advantages,
-            none,
-            none,
-            none,
-            value_coef=0.0,
-            entropy=out.entropy,
-            mask=taken(token_ids, first.get("mask")),
-            **options,
-        )
+    return ppo_loss(
+        out.logprobs,
+        old_logprobs,
+        advantages,
+        none,
+        none,
+        none,
+        value_coef=0.0,
+        entropy=out.entropy,
+        mask=taken(token_ids, first.get("mask")),
+        **options,
+    )
 
 
 def taken(ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -559,8 +557,7 @@ def test_equals_the_policy_loss_alone(backend: str) -> None:
     lp = linear_selected_logprobs_with_entropy(
         batch["hidden"], batch["weight"], batch["token_ids"]
     ).logprobs
-    with use_backend("torch"):
-        expected = ppo_policy_loss(lp, batch["old_logprobs"], batch["advantages"])
+    expected = ppo_policy_loss(lp, batch["old_logprobs"], batch["advantages"])
     out = linear_ppo_loss(**batch)
     assert out.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     assert out.stats.keys() == expected.stats.keys()

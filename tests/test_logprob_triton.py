@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppokern.logprob import reference
 
-pytest.importorskip("triton", reason="no Triton installed")
+pytest.importorskip("triton", reason="no Triton: make triton installs it")
 kernel_triton = importlib.import_module("ppokern.logprob.kernel_triton")
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="test_triton.py runs this interpreted"
@@ -30,19 +30,19 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(logits: Tensor, ids: Tensor, kernel: Any = kernel_triton, **options: Any) -> list[Tensor]:
-    """Log-probs, entropies, maxima, log-sums, gradient."""
+    """Log-probs, entropies, those two, maximum and log-sum of the backward pass, gradient."""
     mask, dtype = options.get("mask"), torch.float32
     if kernel is reference:
         logits, dtype = logits.double(), torch.float64
-    at, cap = torch.tensor(options.get("temperature", 1.0), dtype=dtype), options.get("softcap")
+    at, cap = options.get("temperature", 1.0), options.get("softcap")
     size = options.get("vocab_size", logits.shape[-1])
-    saved = kernel.forward(logits, ids, mask, at, cap, size, True, dtype)
+    logprobs, entropy, found = kernel.forward(logits, ids, mask, at, cap, size, True, dtype)
     slopes = torch.linspace(-1, 2, ids.numel()), torch.linspace(1, -0.5, ids.numel())
     out = logits.clone() if options.get("inplace", True) else torch.empty_like(logits)
     source = out if options.get("inplace", True) else logits
     compact = options.get("compact", False)
-    kernel.backward(*slopes, source, ids, mask, at, cap, size, saved, out, compact=compact)
-    return [*saved, out]
+    kernel.backward(*slopes, source, ids, mask, at, cap, size, found, out, compact=compact)
+    return [logprobs, entropy, *found.unbind(-1), out]
 
 
 @pytest.mark.parametrize("v", [1, 15, 16, 31, 32, 33, 64, 95, 96, 200, 1056])
@@ -62,6 +62,16 @@ def test_a_whole_segment_is_forbidden() -> None:
     logits[3, 160:] = -torch.inf
     for mine, exact in zip(run(logits, ids), run(logits, ids, reference), strict=True):
         assert torch.allclose(mine.double(), exact, atol=4e-6)
+
+
+def test_ids_out_of_range() -> None:
+    """NaN, of a row of nothing but -inf too, where nobody has checked the ids."""
+    logits, ids = torch.randn(5, 64), torch.tensor([3, 60, 64, -1, 2**40])
+    logits[3] = -torch.inf
+    mine, exact = (run(logits, ids, k, vocab_size=60) for k in (kernel_triton, reference))
+    assert mine[0].isnan().tolist() == [False, True, True, True, True]
+    for a, b in zip(mine, exact, strict=True):
+        assert torch.allclose(a.double(), b, atol=4e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("rest", [1e-4, 1e-7, 1e-12, 1e-30])
@@ -94,5 +104,5 @@ def test_a_row_alone_and_among_others() -> None:
     logits, ids = torch.randn(9, 300), torch.randint(0, 300, (9,))
     whole = run(logits, ids)
     for i in range(9):
-        for a, b in zip(run(logits[i : i + 1], ids[i : i + 1])[:4], whole[:4], strict=True):
+        for a, b in zip(run(logits[i : i + 1], ids[i : i + 1])[:-1], whole[:-1], strict=True):
             assert same_bits(a, b[i : i + 1])

@@ -448,6 +448,25 @@ def test_joint(backend: str, dtype: torch.dtype, layout: str, aggregate: str, ca
     check_joint(inputs, aggregate=aggregate, cu_seqlens=cu, **options)
 
 
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("case", JOINT)
+def test_a_token_without_a_dimension(
+    backend: str, dtype: torch.dtype, aggregate: str, case: str
+) -> None:
+    """It is a sequence of one token."""
+    options = JOINT[case]((1,))
+    inputs = draw_joint((1,), dtype, options)
+    results = []
+    for shape in ((), (1,)):
+        kw = {k: x.view(shape) if isinstance(x, Tensor) else x for k, x in options.items()}
+        batch = {k: leaf(x.view(shape)) for k, x in inputs.items()}
+        out = ppo_loss(**batch, aggregate=aggregate, **kw)
+        assert out.loss.shape == (shape if aggregate == "none" else ())
+        flows = torch.autograd.grad(out.loss.sum(), [batch["logprobs"], batch["values"]])
+        results.append([x.view(1) for x in (out.loss, *out.stats.values(), *flows)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("value_coef", [0.5, 0.1, 2])
 def test_value_coef(backend: str, value_coef: float) -> None:
     inputs = draw_joint((3, 5), torch.float32, {})

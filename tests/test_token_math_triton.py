@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppokern import token_math as page
 
-triton = pytest.importorskip("triton", reason="no Triton installed")
+triton = pytest.importorskip("triton", reason="no Triton: make triton installs it")
 tl = triton.language
 twin = importlib.import_module("ppokern.token_math_triton")
 pytestmark = pytest.mark.skipif(

@@ -32,18 +32,12 @@ struct Step {
 struct Carry {
   Lanes advantage{};
   Lanes value{};
-  Mask seen{};     // an unmasked step was passed
-  Lanes poison{};  // 0, or NaN once a result was not finite
-
-  bool finite() const { return !any(poison != poison); }
+  Mask seen{};  // an unmasked step was passed
 };
 
-struct Result {
-  Lanes advantage, returns;
-};
-
+// Returns the advantage.
 template <class N>
-inline Result take(Step step, float gamma, float gamma_lambda, Carry& carry) {
+inline Lanes take(Step step, float gamma, float gamma_lambda, Carry& carry) {
   const Lanes zero{}, nan = zero + std::numeric_limits<float>::quiet_NaN();
   if (N::kMaskedAreSteps) {
     step.reward = step.mask ? step.reward : zero;
@@ -66,13 +60,17 @@ inline Result take(Step step, float gamma, float gamma_lambda, Carry& carry) {
     advantage = carry.seen & lacking ? nan : advantage;
   }
 
-  const Result result = {step.mask ? advantage : zero, step.mask ? advantage + step.value : zero};
-  carry.poison += result.returns - result.returns;
   const Mask taken = N::kMaskedAreSteps ? step.mask | carry.seen : step.mask;
   carry.advantage = taken ? advantage : carry.advantage;
   carry.value = taken ? step.value : carry.value;
   carry.seen |= step.mask;
-  return result;
+  return step.mask ? advantage : zero;
+}
+
+// Returns what it is given; poison stays 0 as long as that is finite.
+inline Lanes watched(Lanes returns, Lanes& poison) {
+  poison += returns - returns;
+  return returns;
 }
 
 // Sequences that lie side by side in memory, kVectors of kLanes at a time: while one waits for its
@@ -81,6 +79,7 @@ template <class N, int kVectors>
 bool walk_neighbours(const GaeArgs& args, int64_t first) {
   const Mask all = Mask{} == 0;
   Carry carries[kVectors];
+  Lanes poison{};  // 0, or NaN once a result was not finite
   if (args.last_values.data) {
     for (int lane = 0; lane < kVectors * kLanes; ++lane) {
       carries[lane / kLanes].value[lane % kLanes] = *args.last_values.at(first + lane, 0);
@@ -97,124 +96,197 @@ bool walk_neighbours(const GaeArgs& args, int64_t first) {
       if (args.bootstrap.data) step.bootstrap = load(args.bootstrap.at(sequence, t));
       if (args.continues.data) step.continues = load(args.continues.at(sequence, t));
       if (N::kNextValues) step.next_value = load(args.next_values.at(sequence, t));
-      const Result result = take<N>(step, args.gamma, args.decay, carries[i]);
-      store(args.advantages.at(sequence, t), result.advantage);
-      store(args.returns.at(sequence, t), result.returns);
+      const Lanes advantage = take<N>(step, args.gamma, args.decay, carries[i]);
+      store(args.advantages.at(sequence, t), advantage);
+      const Lanes returns = step.mask ? advantage + step.value : Lanes{};
+      store(args.returns.at(sequence, t), watched(returns, poison));
     }
   }
-  bool finite = true;
-  for (const Carry& carry : carries) finite &= carry.finite();
-  return finite;
+  return !any(poison != poison);
 }
 
-// Where each lane stands: steps [end - left, end) of its sequence are still to be taken.
-struct Walk {
-  int64_t sequence[kLanes] = {};
-  int64_t end[kLanes] = {};
-  int64_t left[kLanes] = {};
+// Where each lane stands in a tensor: behind its next step.
+template <class T>
+struct Cursor {
+  View<T> view;
+  T* end[kLanes] = {};
 
-  // How many of the next kLanes steps there are.
-  int count(int lane) const { return std::min<int64_t>(left[lane], kLanes); }
+  explicit Cursor(const View<T>& all) : view(all) {}
+
+  T* row(int lane) const { return end[lane] - kLanes; }
+
+  // The i-th step of a tile, where there is one.
+  T* step(int lane, int64_t i) const { return end[lane] + (i - kLanes) * view.step_stride; }
 };
 
-// The next kLanes steps of each lane: the lanes' rows in memory, transposed to a vector a step.
-template <class V, class T>
-inline void load_tile(const View<T>& from, const Walk& walk, V* tile) {
-#pragma GCC unroll 1
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const int count = walk.count(lane);
-    T* row = from.at(walk.sequence[lane], walk.end[lane] - count);
-    if (count == kLanes && from.step_stride == 1) {
-      tile[lane] = load(row);
-    } else {
-      std::remove_const_t<T> steps[kLanes] = {};
-      for (int i = 0; i < count; ++i) steps[kLanes - count + i] = row[i * from.step_stride];
-      tile[lane] = load(steps);
-    }
-  }
-  transpose(tile);
-}
-
-inline void store_tile(const View<float>& to, const Walk& walk, Lanes* tile) {
-  transpose(tile);
-#pragma GCC unroll 1
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const int count = walk.count(lane);
-    float* row = to.at(walk.sequence[lane], walk.end[lane] - count);
-    if (count == kLanes && to.step_stride == 1) {
-      store(row, tile[lane]);
-    } else {
-      for (int i = 0; i < count; ++i) row[i * to.step_stride] = tile[lane][kLanes - count + i];
-    }
-  }
-}
-
-struct Tile {
-  Mask mask[kLanes], bootstrap[kLanes], continues[kLanes];
-  Lanes rewards[kLanes], values[kLanes], next_values[kLanes], advantages[kLanes], returns[kLanes];
-
-  Tile() {  // what is absent stays True
-    for (Mask* flags : {mask, bootstrap, continues}) std::fill(flags, flags + kLanes, Mask{} == 0);
-  }
-};
-
+// Sequences of any lengths and strides: a lane that is through with one takes the next. Tiles of
+// kLanes steps are turned, so that a vector holds one step of every lane, which costs less than
+// walking along scalar rows.
 template <class N>
-inline void walk_tile(const GaeArgs& args, const Walk& walk, Tile& tile, Carry& carry_out) {
-  load_tile(args.rewards, walk, tile.rewards);
-  load_tile(args.values, walk, tile.values);
-  if (args.mask.data) load_tile(args.mask, walk, tile.mask);
-  if (args.bootstrap.data) load_tile(args.bootstrap, walk, tile.bootstrap);
-  if (args.continues.data) load_tile(args.continues, walk, tile.continues);
-  if (N::kNextValues) load_tile(args.next_values, walk, tile.next_values);
-  Mask counts;
-  for (int lane = 0; lane < kLanes; ++lane) counts[lane] = walk.count(lane);
-  Carry carry = carry_out;  // in registers
-  for (int i = kLanes; i-- > 0;) {
-    const Step step = {tile.mask[i] & (counts >= kLanes - i),
-                       tile.bootstrap[i],
-                       tile.continues[i],
-                       tile.rewards[i],
-                       tile.values[i],
-                       tile.next_values[i]};
-    const Result result = take<N>(step, args.gamma, args.decay, carry);
-    tile.advantages[i] = result.advantage;
-    tile.returns[i] = result.returns;
-  }
-  carry_out = carry;
-  store_tile(args.advantages, walk, tile.advantages);
-  store_tile(args.returns, walk, tile.returns);
-}
+struct Tiles {
+  const GaeArgs& args;
+  Cursor<const float> rewards{args.rewards}, values{args.values}, next_values{args.next_values};
+  Cursor<const uint8_t> mask{args.mask}, bootstrap{args.bootstrap}, continues{args.continues};
+  Cursor<float> advantages{args.advantages}, returns{args.returns};
 
-// Sequences of any lengths and strides: a lane that is through with one takes the next. Turning
-// tiles costs less than walking along scalar rows, and the masks cost no branches.
-template <class N>
-bool walk_any(const GaeArgs& args, int64_t first, int64_t last) {
-  Walk walk;
+  int64_t left[kLanes] = {};   // steps of each lane's sequence
+  int64_t count[kLanes] = {};  // of these, those in the tile: its last ones
+  uint32_t partial = 0;        // a bit for each lane that does not fill the tile
   Carry carry;
-  Tile tile;
-  while (true) {
-    bool active = false;
+  Lanes poison{};  // 0, or NaN once a result was not finite
+
+  // A tile's rows where they lie, or copies.
+  struct Rows {
+    const float* at[kLanes];
+    float copies[kLanes][kLanes] = {};
+  } reward_rows, value_rows, next_value_rows;
+  Lanes reward[kLanes], value[kLanes], next_value[kLanes], advantage[kLanes];  // for each step
+
+  bool run(int64_t first, int64_t last) {
+    // the lanes begin one after the other: rows a power of two apart, read at the same place, would
+    // get in each other's way in the cache
+    for (int begun = 1; refill(first, last, begun); begun += begun < kLanes) {
+      take_tile();
+      for_each_cursor([&](auto& cursor) {
+        for (int lane = 0; lane < kLanes; ++lane) {
+          cursor.end[lane] -= count[lane] * cursor.view.step_stride;
+        }
+      });
+      for (int lane = 0; lane < kLanes; ++lane) left[lane] -= count[lane];
+    }
+    return !any(poison != poison);
+  }
+
+  template <class Use>
+  void for_each_cursor(Use use) {
+    use(rewards), use(values), use(mask), use(advantages), use(returns);
+    if (N::kNextValues) use(next_values);
+    if (N::kFlags) use(bootstrap), use(continues);
+  }
+
+  // Lets lanes without a sequence take those from `first` on. Returns whether there is a step.
+  bool refill(int64_t& first, int64_t last, int begun) {
     for (int lane = 0; lane < kLanes; ++lane) {
-      for (; walk.left[lane] == 0 && first < last; ++first) {
+      for (; left[lane] == 0 && first < last && lane < begun; ++first) {
         const int64_t* bounds = args.cu_seqlens.data;
-        walk.sequence[lane] = bounds ? 0 : first;
-        walk.end[lane] = bounds ? bounds[first + 1] : args.steps;
-        walk.left[lane] = bounds ? bounds[first + 1] - bounds[first] : args.steps;
+        const int64_t sequence = bounds ? 0 : first, end = bounds ? bounds[first + 1] : args.steps;
+        left[lane] = bounds ? end - bounds[first] : end;
+        for_each_cursor([&](auto& cursor) {
+          if (cursor.view.data) cursor.end[lane] = cursor.view.at(sequence, end);
+        });
         carry.advantage[lane] = 0;
         carry.value[lane] = args.last_values.data ? *args.last_values.at(first, 0) : 0;
         carry.seen[lane] = 0;
       }
-      active |= walk.left[lane] > 0;
     }
-    if (!active) return carry.finite();
-    walk_tile<N>(args, walk, tile, carry);
+    partial = 0;
+    int64_t steps = 0;
+    for (int lane = 0; lane < kLanes; ++lane) {  // vectors: what was stored as one loads as one
+      count[lane] = std::min<int64_t>(left[lane], kLanes);
+      partial |= uint32_t{count[lane] < kLanes} << lane;
+      steps += count[lane];
+    }
+    return steps > 0;
+  }
+
+  // Lanes whose steps do not fill a tile, or do not lie side by side, a bit for each.
+  template <class T>
+  uint32_t odd_lanes(const Cursor<T>& cursor) const {
+    return cursor.view.step_stride == 1 ? partial : (1u << kLanes) - 1;
+  }
+
+  void find_rows(const Cursor<const float>& from, Rows& rows) const {
+    uint32_t odd = odd_lanes(from);
     for (int lane = 0; lane < kLanes; ++lane) {
-      const int count = walk.count(lane);
-      walk.end[lane] -= count;
-      walk.left[lane] -= count;
+      rows.at[lane] = odd >> lane & 1 ? rows.copies[lane] : from.row(lane);
+      // of so many rows no processor foresees the next tile
+      __builtin_prefetch((const void*)((uintptr_t)from.end[lane] - 4 * sizeof(Lanes)));
+    }
+    for (; odd; odd &= odd - 1) {
+      const int lane = __builtin_ctz(odd);
+      for (int64_t i = kLanes - count[lane]; i < kLanes; ++i) {
+        rows.copies[lane][i] = *from.step(lane, i);
+      }
     }
   }
-}
+
+  // A bit for each step of the tile. Absent flags are True.
+  Bits load_flags(const Cursor<const uint8_t>& from) const {
+    uint32_t flags[kLanes];
+    const uint32_t odd = odd_lanes(from);
+    if (from.view.data == nullptr && partial == 0) return Bits{} + ((1u << kLanes) - 1);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (!from.view.data) {
+        flags[lane] = ((1u << count[lane]) - 1) << (kLanes - count[lane]);
+      } else if (odd >> lane & 1) {
+        flags[lane] = 0;
+        for (int64_t i = kLanes - count[lane]; i < kLanes; ++i) {
+          flags[lane] |= uint32_t{*from.step(lane, i) != 0} << i;
+        }
+      } else {
+        flags[lane] = bits_of(from.row(lane));
+      }
+    }
+    Bits result;
+    std::memcpy(&result, flags, sizeof result);
+    return result;
+  }
+
+  void take_tile() {
+    find_rows(rewards, reward_rows);
+    find_rows(values, value_rows);
+    transpose(reward_rows.at, reward);
+    transpose(value_rows.at, value);
+    if (N::kNextValues) {
+      find_rows(next_values, next_value_rows);
+      transpose(next_value_rows.at, next_value);
+    }
+    const Bits taken = load_flags(mask);
+    Bits bootstrapped{}, continued{};
+    if (N::kFlags) bootstrapped = load_flags(bootstrap), continued = load_flags(continues);
+    Carry now = carry;  // in registers
+    for (int i = kLanes; i-- > 0;) {
+      const auto flag = [i](Bits flags) { return (Mask)(flags & (1u << i)) != 0; };
+      const Step step = {flag(taken), flag(bootstrapped), flag(continued),
+                         reward[i],   value[i],           next_value[i]};
+      advantage[i] = take<N>(step, args.gamma, args.decay, now);
+    }
+    carry = now;
+    store_tile(taken);
+  }
+
+  // Writes the advantages, turned back, and with the values, which still lie in rows, the returns.
+  void store_tile(Bits taken) {
+    const float* steps[kLanes];
+    for (int i = 0; i < kLanes; ++i) steps[i] = (const float*)&advantage[i];
+    transpose(steps, advantage);
+    Lanes rows[kLanes];
+    uint32_t flags[kLanes];
+    std::memcpy(flags, &taken, sizeof flags);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Lanes values = load(value_rows.at[lane]);
+      rows[lane] = watched(keep(flags[lane], advantage[lane] + values), poison);
+    }
+    store_rows(advantages, advantage);
+    store_rows(returns, rows);
+  }
+
+  void store_rows(const Cursor<float>& to, const Lanes* rows) const {
+    const uint32_t odd = odd_lanes(to);
+    if (odd == 0) {
+      for (int lane = 0; lane < kLanes; ++lane) store(to.row(lane), rows[lane]);
+      return;
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (odd >> lane & 1) {
+        const float* row = (const float*)&rows[lane];
+        for (int64_t i = kLanes - count[lane]; i < kLanes; ++i) *to.step(lane, i) = row[i];
+      } else {
+        store(to.row(lane), rows[lane]);
+      }
+    }
+  }
+};
 
 template <class N>
 bool walk_some(const GaeArgs& args, int64_t first, int64_t last) {
@@ -231,7 +303,7 @@ bool walk_some(const GaeArgs& args, int64_t first, int64_t last) {
     }
     for (; first + kLanes <= last; first += kLanes) finite &= walk_neighbours<N, 1>(args, first);
   }
-  return walk_any<N>(args, first, last) && finite;
+  return Tiles<N>{args}.run(first, last) && finite;
 }
 
 bool walk(const GaeArgs& args, int64_t first, int64_t last) {
@@ -258,17 +330,6 @@ bool walk(const GaeArgs& args, int64_t first, int64_t last) {
 namespace ppokern {
 namespace {
 
-constexpr int64_t kSerial = 1 << 16;  // elements; below, waking threads costs more than it saves
-
-// Out of bounds there would be memory of others.
-void check_boundaries(const GaeArgs& args) {
-  const int64_t *begin = args.cu_seqlens.data, *end = begin + args.sequences + 1;
-  if (*begin != 0 || end[-1] != args.steps || !std::is_sorted(begin, end)) {
-    throw std::invalid_argument("cu_seqlens: expected non-decreasing values from 0 to " +
-                                std::to_string(args.steps));
-  }
-}
-
 // The first sequence of a part; parts have about as many steps each.
 int64_t first_of_part(const GaeArgs& args, int64_t part, int64_t parts) {
   if (args.cu_seqlens.data == nullptr) return args.sequences * part / parts;
@@ -279,10 +340,10 @@ int64_t first_of_part(const GaeArgs& args, int64_t part, int64_t parts) {
 }  // namespace
 
 bool gae_cpu(const GaeArgs& args) {
-  if (args.cu_seqlens.data) check_boundaries(args);
+  if (args.cu_seqlens.data) check_boundaries(args.cu_seqlens.data, args.sequences, args.steps);
   const auto walk = PPOKERN_BEST(walk);
   const int64_t elements = args.steps * (args.cu_seqlens.data ? 1 : args.sequences);
-  const int parts = elements < kSerial ? 1 : args.threads;
+  const int parts = threads_for(elements, args.threads);
   bool finite = true;
 #pragma omp parallel for num_threads(parts) reduction(&& : finite)
   for (int part = 0; part < parts; ++part) {

@@ -108,7 +108,7 @@ def whiten(
     count = sums[0]
     mean = (sums[1] / count.clamp(min=1)).to(dtype)
     shifted = torch.where(valid, x - mean, 0.0)
-    squares = shifted.double().square().sum()
+    squares = torch.linalg.vector_norm(shifted, dtype=torch.float64).square()
     if group is not None:
         dist.all_reduce(squares, group=group)
     variance = squares / (count - correction).clamp(min=1)

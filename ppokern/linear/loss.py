@@ -130,7 +130,7 @@ def _backward(ctx: Any, gradient: Any, grad: Tensor | None, *rest: Any) -> tuple
         pairs = zip(gradients, needed, strict=True)
         scale = torch.mul if ctx.compiled else Tensor.mul_
         result = tuple(scale(g, grad) if need else None for g, need in pairs)
-    return *result, *(None,) * (len(ctx.others) - 3)
+    return result
 
 
 _linear_ppo_loss = _library.register(
@@ -140,6 +140,7 @@ _linear_ppo_loss = _library.register(
     setup_context=_setup_context,
     backward=_backward,
     schema=_library.schema_of(*_STRUCTS, returns=5),
+    learned=3,
 )
 
 
@@ -252,7 +253,7 @@ def linear_ppo_loss(
         valid = taken(ids, mask).view(ids.shape)
         entropy = entropy if with_entropy else None
         x = x._replace(logprobs=logprobs, entropy=entropy, mask=valid)
-        return run(x, o, other=True)  # a backend is that of the row passes
+        return run(x, o)
     h = HeadInputs(hidden, weight, bias, ids, at)
     how = HeadOptions(cap, size, max_logits_bytes, with_entropy, compact, *needs)
     backend = _backend.named() if not torch.compiler.is_compiling() else ""

@@ -43,7 +43,7 @@ def _forward(
     max_logits_bytes: int,
     compact: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = arithmetic(hidden, weight, bias, temperature)
     kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, hidden.device, dtype)
     head = Head(weight, bias, temperature, softcap, vocab_size, dtype)
@@ -62,7 +62,8 @@ def _forward_fake(
     *options: Any,
 ) -> tuple[Tensor, ...]:
     dtype = arithmetic(hidden, weight, bias, temperature)
-    return tuple(hidden.new_empty(token_ids.shape, dtype=dtype) for _ in range(4))
+    shape = token_ids.shape
+    return tuple(hidden.new_empty(s, dtype=dtype) for s in (shape, shape, (*shape, 4)))
 
 
 def _gradient(
@@ -74,10 +75,7 @@ def _gradient(
     token_ids: Tensor,
     mask: Tensor | None,
     temperature: Tensor,
-    logprobs: Tensor,
-    entropy: Tensor,
-    maxima: Tensor,
-    log_sums: Tensor,
+    found: Tensor,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
@@ -87,19 +85,19 @@ def _gradient(
     compact: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = logprobs.dtype
+    dtype = found.dtype
     kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, hidden.device, dtype)
     head = Head(weight, bias, temperature, softcap, vocab_size, dtype)
     valid = taken(token_ids, mask)
     how = reference.plan(hidden, head, valid, compact, max_logits_bytes)
     return reference.backward(
         grad_logprobs, grad_entropy, hidden, head, token_ids, how,
-        (logprobs, entropy, maxima, log_sums), (need_hidden, need_weight, need_bias), kernel,
+        found, (need_hidden, need_weight, need_bias), kernel,
     )  # fmt: skip
 
 
 def _gradient_fake(*args: Any) -> tuple[Tensor, ...]:
-    return gradients_like(args[2:5], args[12:15])
+    return gradients_like(args[2:5], args[9:12])
 
 
 def gradients_like(
@@ -116,8 +114,8 @@ def gradients_like(
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, softcap, vocab_size, ctx.with_entropy, max_logits_bytes, compact, backend = inputs
     ctx.options = softcap, vocab_size, max_logits_bytes, compact, backend
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(*tensors, output[-1])
+    ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
 
 
@@ -127,7 +125,7 @@ def _backward(ctx: Any, gradient: Any, *grads: Any) -> tuple:
     result: tuple = (None,) * 3
     if grad_logprobs is not None or grad_entropy is not None:
         result = gradient(grad_logprobs, grad_entropy, *ctx.saved_tensors, *needed, *ctx.options)
-    return *(g if need else None for g, need in zip(result, needed, strict=True)), *(None,) * 9
+    return tuple(g if need else None for g, need in zip(result, needed, strict=True))
 
 
 _linear_op = _library.register(
@@ -138,6 +136,7 @@ _linear_op = _library.register(
     backward=_backward,
     gradient=_gradient,
     gradient_fake=_gradient_fake,
+    learned=3,
 )
 
 
@@ -195,7 +194,7 @@ def linear_logprobs(
     )
     backend = _backend.named() if not torch.compiler.is_compiling() else ""
     shape = ids.shape
-    logprobs, entropy, *_ = _linear_op(
+    logprobs, entropy, _ = _linear_op(
         hidden.reshape(ids.numel(), hidden.shape[-1]),
         weight,
         bias,

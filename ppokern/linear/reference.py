@@ -6,7 +6,7 @@ which overwrite it with its gradient. The weight's gradient is accumulated in fl
 
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Head(NamedTuple):
 class Plan(NamedTuple):
     """How a call is cut, so that it holds `max_logits_bytes` and a few percent more."""
 
-    rows: Tensor  # numbers of the rows to compute
+    rows: Tensor | None  # numbers of the rows to compute; None: all, which no index then copies
     valid: Tensor  # (N,) which rows are unmasked
     compact: bool  # whether `rows` leaves masked rows out
     dtype: torch.dtype  # of the GEMMs: that of hidden states and weight together
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
 class Chunk(NamedTuple):
     """Some rows of a call, with their logits in the buffer."""
 
-    rows: Tensor  # (n,) their numbers
+    rows: Tensor | slice  # (n,) their numbers
     hidden: Tensor  # (n, H), in the GEMM's dtype
     logits: Tensor  # (n, vocab_size), in the GEMM's dtype; overwritten by their gradient
     temperature: Tensor  # 0-d or (n,)
@@ -52,10 +52,10 @@ def plan(hidden: Tensor, head: Head, valid: Tensor, compact: bool, max_logits_by
 
     Leaving masked rows out reads their count back from the device.
     """
-    rows = torch.arange(len(valid), device=valid.device)
-    if compact:
-        rows = rows[valid]
-    count = len(rows)
+    rows = valid.nonzero().squeeze(-1) if compact else None
+    if rows is not None and len(rows) == len(valid):
+        rows = None
+    count = len(valid if rows is None else rows)
     wide = head.dtype == torch.float64
     dtype = head.dtype if wide else torch.promote_types(hidden.dtype, head.weight.dtype)
     width, states = max(1, head.vocab_size), max(1, hidden.shape[1])
@@ -76,11 +76,13 @@ def plan(hidden: Tensor, head: Head, valid: Tensor, compact: bool, max_logits_by
 def chunks(hidden: Tensor, head: Head, how: Plan) -> Iterator[Chunk]:
     """Yield rows of hidden states ``(N, H)`` in chunks, with their logits in the one buffer."""
     buffer = hidden.new_empty((how.chunk, head.vocab_size), dtype=how.dtype)
-    for part in how.rows.split(how.chunk):
-        states = hidden.index_select(0, part).to(how.dtype)
+    count, size = len(how.valid), how.chunk
+    parts = (slice(i, i + size) for i in range(0, count, size))
+    for part in parts if how.rows is None else how.rows.split(size):
+        states = hidden[part].to(how.dtype)
         if not how.compact:  # a GEMM reads masked rows, and 0 * NaN is NaN
-            states.masked_fill_(~how.valid[part].unsqueeze(-1), 0.0)
-        logits = _project(states, head, how, buffer[: len(part)])
+            states = states.masked_fill(~how.valid[part].unsqueeze(-1), 0.0)
+        logits = _project(states, head, how, buffer[: len(states)])
         temperature = head.temperature if head.temperature.dim() == 0 else head.temperature[part]
         yield Chunk(part, states, logits, temperature)
 
@@ -92,17 +94,13 @@ def forward(
     how: Plan,
     with_entropy: bool,
     kernel: ModuleType,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probs, entropy, row maxima and log-sums, each ``(N,)``; `kernel` passes rows."""
-    logprobs, entropy, maxima, log_sums = (
-        hidden.new_zeros(len(token_ids), dtype=head.dtype) for _ in range(4)
-    )
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs, entropy, and what `kernel`'s backward needs; `kernel` passes rows."""
+    found = hidden.new_zeros((len(token_ids), 4), dtype=head.dtype)
     for chunk in chunks(hidden, head, how):
-        at, part = chunk.rows, _row_pass(chunk, head, how, token_ids, with_entropy, kernel)
-        logprobs[at], maxima[at], log_sums[at] = part[0], part[2], part[3]
-        if with_entropy:
-            entropy[at] = part[1]
-    return logprobs, entropy, maxima, log_sums
+        part = _row_pass(chunk, head, how, token_ids, with_entropy, kernel)
+        found[chunk.rows] = part[2]
+    return found[:, 0].clone(), found[:, 1].clone(), found
 
 
 def backward(
@@ -112,7 +110,7 @@ def backward(
     head: Head,
     token_ids: Tensor,
     how: Plan,
-    saved: tuple[Tensor, ...],
+    found: Tensor,
     needed: tuple[bool, bool, bool],
     kernel: ModuleType,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +122,7 @@ def backward(
             None if grad_logprobs is None else grad_logprobs[part],
             None if grad_entropy is None else grad_entropy[part],
             chunk.logits, token_ids[part], how.valid[part], chunk.temperature, head.softcap,
-            head.vocab_size, tuple(x[part] for x in saved), chunk.logits, block=how.block,
+            head.vocab_size, found[part], chunk.logits, block=how.block,
         )  # fmt: skip
         gradients.add(part, chunk.logits, chunk.hidden)
     return gradients.result()
@@ -135,7 +133,7 @@ def loss_gradients(
     head: Head,
     token_ids: Tensor,
     how: Plan,
-    slopes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
+    slopes: Callable[[Tensor, Any], tuple[Tensor, Tensor | None]],
     with_entropy: bool,
     needed: tuple[bool, bool, bool],
     kernel: ModuleType,
@@ -157,22 +155,25 @@ def loss_gradients(
     gradients = Gradients(hidden, head, needed, how)
     for chunk in chunks(hidden, head, how):
         part, ids = chunk.rows, token_ids[chunk.rows]
-        saved = _row_pass(chunk, head, how, token_ids, with_entropy, kernel)
-        logprobs[part] = saved[0]
+        own_logprobs, own_entropy, found = _row_pass(
+            chunk, head, how, token_ids, with_entropy, kernel
+        )
+        logprobs[part] = own_logprobs
         if with_entropy:
-            entropy[part] = saved[1]
-        in_logprobs, in_entropy = slopes(saved[0], part)
+            entropy[part] = own_entropy
+        in_logprobs, in_entropy = slopes(own_logprobs, part)
         use = how.valid[part]
         if how.compact:
             slope = in_logprobs if in_entropy is None else in_logprobs.abs() + in_entropy.abs()
             use = use & (slope != 0)
         kernel.backward(
             in_logprobs, in_entropy, chunk.logits, ids, use, chunk.temperature, head.softcap,
-            head.vocab_size, saved, chunk.logits, compact=how.compact, block=how.block,
+            head.vocab_size, found, chunk.logits, compact=how.compact, block=how.block,
         )  # fmt: skip
         if how.compact:
             kept = use.nonzero().squeeze(-1)
-            gradients.add(part[kept], chunk.logits[: len(kept)], chunk.hidden[kept])
+            of_call = kept + part.start if isinstance(part, slice) else part[kept]
+            gradients.add(of_call, chunk.logits[: len(kept)], chunk.hidden[kept])
         else:
             gradients.add(part, chunk.logits, chunk.hidden)
     return logprobs, entropy, gradients.result()
@@ -196,7 +197,7 @@ class Gradients:
             weight.new_zeros(weight.shape[0], dtype=self._sum_dtype) if needed[2] else empty
         )
 
-    def add(self, rows: Tensor, logits_grad: Tensor, hidden: Tensor) -> None:
+    def add(self, rows: Tensor | slice, logits_grad: Tensor, hidden: Tensor) -> None:
         """Add a chunk: logits' gradient ``(n, vocab_size)`` and its hidden states ``(n, H)``."""
         need_hidden, need_weight, need_bias = self._needed
         width = self._head.vocab_size
@@ -225,7 +226,7 @@ def _row_pass(
     token_ids: Tensor,
     with_entropy: bool,
     kernel: ModuleType,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     return kernel.forward(
         chunk.logits, token_ids[chunk.rows], how.valid[chunk.rows], chunk.temperature, head.softcap,
         head.vocab_size, with_entropy, head.dtype, block=how.block,
@@ -267,4 +268,8 @@ def _add_outer(
         return
     wide = hidden.to(dtype)
     for part in _slices(total, how):
-        total[part] += (logits_grad[:, part].to(dtype).t() @ wide).to(total.dtype)
+        grad = logits_grad[:, part].to(dtype).t()
+        if total.dtype == dtype:
+            total[part].addmm_(grad, wide)
+        else:
+            total[part] += (grad @ wide).to(total.dtype)

@@ -134,7 +134,7 @@ def reduce_kernel(
                 tl.store(at + 2 * rows * segments, tl.sum(tm.entropy_term(weight, bits), 1), taken)
 
 
-_RESULTS = ["partials", "logprobs", "entropy", "maxima", "log_sums"]
+_RESULTS = ["partials", "logprobs", "entropy", "found"]
 
 
 @triton.jit(do_not_specialize=[*_NUMBERS, *_VECTORS, *_RESULTS, "segments", "logits"])
@@ -156,8 +156,7 @@ def finish_kernel(
     partials,
     logprobs,
     entropy,
-    maxima,
-    log_sums,
+    found,  # (rows, 4): log-prob, entropy, maximum, log-sum
     SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
     ROWS: tl.constexpr,
@@ -189,11 +188,10 @@ def finish_kernel(
     logprob = tm.tempered_logit(own, base, inverse) - log_sum
 
     bad = taken & ~known
-    logprob = tl.where(forbidden, float("-inf"), tl.where(bad, float("nan"), logprob))
-    tl.store(logprobs + row, tl.where(taken, logprob, 0.0), inside)
-    tl.store(maxima + row, tl.where(taken, row_max, 0.0), inside)
+    logprob = tl.where(bad, float("nan"), tl.where(forbidden, float("-inf"), logprob))
+    logprob = tl.where(taken, logprob, 0.0)
     log_sum = tl.where(bad, float("nan"), log_sum)
-    tl.store(log_sums + row, tl.where(taken, log_sum, 0.0), inside)
+    mean_entropy = tl.zeros([ROWS], tl.float32)
     if ENTROPY:
         terms = tl.load(at + 2 * rows * segments, where, other=0.0)
         weights = tl.exp2(fall)
@@ -201,15 +199,21 @@ def finish_kernel(
         terms += tm.entropy_term(weights, fall) * tl.where(weights == 0.0, 0.0, sums)
         own_term = tm.entropy_term(own_weight, tm.tempered_logit(own, base, in_bits))
         mean = _LN_2 * (tl.sum(terms, 1) + own_term) / (rest + own_weight)
-        result = tl.where(forbidden, 0.0, log_sum + mean)
-        tl.store(entropy + row, tl.where(taken, tl.where(bad, float("nan"), result), 0.0), inside)
+        mean_entropy = tl.where(taken & ~forbidden, log_sum + mean, 0.0)
+        mean_entropy = tl.where(bad, float("nan"), mean_entropy)
+        tl.store(entropy + row, mean_entropy, inside)
+    tl.store(logprobs + row, logprob, inside)
+    tl.store(found + 4 * row, logprob, inside)
+    tl.store(found + 4 * row + 1, mean_entropy, inside)
+    tl.store(found + 4 * row + 2, tl.where(taken, row_max, 0.0), inside)
+    tl.store(found + 4 * row + 3, tl.where(taken, log_sum, 0.0), inside)
 
 
 _SLOPES = ["grad_logprobs", "grad_entropy", "grad_logprob_stride", "grad_entropy_stride"]
 _OUT = ["out_offsets", "out_stride", "width", "blocks", "items"]
 
 
-@triton.jit(do_not_specialize=[*_NUMBERS, *_VECTORS, *_RESULTS[1:], *_SLOPES, *_OUT])
+@triton.jit(do_not_specialize=[*_NUMBERS, *_VECTORS, "found", *_SLOPES, *_OUT])
 def gradient_kernel(
     logits,
     row_offsets,
@@ -228,10 +232,7 @@ def gradient_kernel(
     grad_logprob_stride: tl.int64,
     grad_entropy,
     grad_entropy_stride: tl.int64,
-    logprobs,
-    entropy,
-    maxima,
-    log_sums,
+    found,  # (rows, 4), see `finish_kernel`
     out,
     out_offsets,
     out_stride: tl.int64,
@@ -257,26 +258,28 @@ def gradient_kernel(
             z = raw
             if SOFTCAP:
                 z = tm.softcap_logit(raw, softcap)
-            base = _finite(tl.load(maxima + row, taken, other=0.0))
-            log_sum = tl.load(log_sums + row, taken, other=0.0)
+            top = tl.load(found + 4 * row + 2, taken, other=0.0)
+            base = _finite(top)
+            log_sum = tl.load(found + 4 * row + 3, taken, other=0.0)
             bits = tm.tempered_logit(z, base[:, None], (inverse * _LOG2_E)[:, None])
             bits -= (log_sum * _LOG2_E)[:, None]
             prob = tl.exp2(bits)
             if grad_logprobs is not None:
                 incoming = tl.load(grad_logprobs + row * grad_logprob_stride, taken, other=0.0)
                 incoming = incoming.to(tl.float32)
-                own = incoming * tm.own_logprob_slope(tl.load(logprobs + row, taken, other=0.0))
+                logprob = tl.load(found + 4 * row, taken, other=0.0)
+                own = incoming * tm.own_logprob_slope(logprob)
                 is_own = column[None, :] == token_id.to(tl.int32)[:, None]
                 grad = tl.where(is_own, own[:, None], -incoming[:, None] * prob)
             if grad_entropy is not None:
                 incoming = tl.load(grad_entropy + row * grad_entropy_stride, taken, other=0.0)
-                mean = tl.load(entropy + row, taken, other=0.0)
+                mean = tl.load(found + 4 * row + 1, taken, other=0.0)
                 slope = tm.entropy_slope(prob, bits * _LN_2, mean[:, None])
                 grad += incoming.to(tl.float32)[:, None] * slope
             grad *= inverse[:, None]
             if SOFTCAP:
                 grad *= tm.softcap_slope(raw, softcap)
-            live = taken & (log_sum != float("-inf"))  # of a row of -inf, no logit has a slope
+            live = taken & (top != float("-inf"))  # of a row of -inf, no logit has a slope
             grad = tl.where(live[:, None] & (column < vocab_size)[None, :], grad, 0.0)
         to = _row_start(row, out_offsets, out_stride, inside, ALIGNED)
         where = inside[:, None] & _whole(column, width, ALIGNED)[None, :]
@@ -318,19 +321,20 @@ def forward(
     logits: Tensor,
     token_ids: Tensor,
     mask: Tensor | None,
-    temperature: Tensor,
+    temperature: float | Tensor,
     softcap: float | None,
     vocab_size: int,
     with_entropy: bool,
     dtype: torch.dtype,
     block: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probs, entropy (empty without), row maxima and log-sums, shaped as `token_ids`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs, entropy (empty without), and what `backward` needs, ``(..., 4)``."""
     rows, new = token_ids.numel(), logits.new_empty
-    logprobs, maxima, log_sums = (new(token_ids.shape, dtype=torch.float32) for _ in range(3))
+    logprobs = new(token_ids.shape, dtype=torch.float32)
     entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
+    found = logprobs.new_empty((*token_ids.shape, 4))
     if rows == 0:
-        return logprobs, entropy, maxima, log_sums
+        return logprobs, entropy, found
     logits = _dense(logits)
     tokens = _tokens(logits, token_ids, mask, temperature, softcap, vocab_size)
     columns = min(TILE, triton.next_power_of_2(vocab_size))
@@ -347,10 +351,10 @@ def forward(
             ROWS=tile_rows, COLUMNS=columns, num_warps=WARPS,
         )  # fmt: skip
         finish_kernel[(triton.cdiv(rows, finish_rows),)](
-            *tokens, segments, partials, logprobs, entropy, maxima, log_sums, **switches,
+            *tokens, segments, partials, logprobs, entropy, found, **switches,
             ROWS=finish_rows, SEGMENTS=wide, num_warps=4,
         )  # fmt: skip
-    return logprobs, entropy, maxima, log_sums
+    return logprobs, entropy, found
 
 
 def backward(
@@ -359,10 +363,10 @@ def backward(
     logits: Tensor,
     token_ids: Tensor,
     mask: Tensor | None,
-    temperature: Tensor,
+    temperature: float | Tensor,
     softcap: float | None,
     vocab_size: int,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    found: Tensor,
     out: Tensor,
     compact: bool = False,
     block: int | None = None,
@@ -375,7 +379,7 @@ def backward(
         dense = out.contiguous()
         backward(
             grad_logprobs, grad_entropy, dense if out is logits else logits, token_ids, mask,
-            temperature, softcap, vocab_size, saved, dense, compact,
+            temperature, softcap, vocab_size, found, dense, compact,
         )  # fmt: skip
         return out.copy_(dense)
     logits = _dense(logits)
@@ -387,7 +391,7 @@ def backward(
     with _launch.on_device_of(logits):
         gradient_kernel[(programs,)](
             *_tokens(logits, token_ids, mask, temperature, softcap, vocab_size),
-            *_flat(grad_logprobs), *_flat(grad_entropy), *(x.reshape(-1) for x in saved),
+            *_flat(grad_logprobs), *_flat(grad_entropy), found.contiguous(),
             out, *out_rows, width, blocks, items,
             SOFTCAP=softcap is not None, ALIGNED=aligned and _aligned(logits),
             ROWS=tile_rows, COLUMNS=columns, num_warps=WARPS,
@@ -408,12 +412,12 @@ def _tokens(
     logits: Tensor,
     token_ids: Tensor,
     mask: Tensor | None,
-    temperature: Tensor,
+    temperature: float | Tensor,
     softcap: float | None,
     vocab_size: int,
 ) -> tuple:
     """Return what every kernel takes first."""
-    on_host = temperature.dim() == 0 and temperature.device.type == "cpu"
+    on_host = not isinstance(temperature, Tensor) or (temperature.dim() == 0 and temperature.is_cpu)
     number, per_token = (float(temperature), None) if on_host else (1.0, temperature)
     return (
         logits, *_rows(logits), *_flat(token_ids), *_flat(mask), number, *_flat(per_token),

@@ -27,28 +27,27 @@ def _forward(
     logits: Tensor,
     token_ids: Tensor,
     mask: Tensor | None,
-    temperature: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
     softcap: float | None,
     vocab_size: int,
     with_entropy: bool,
     backend: str,
     inplace: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype = _check.arithmetic(logits, temperature)
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = _check.arithmetic(logits, temperatures)
     kernel = _backend.select("selected_logprobs", KERNELS, backend, logits.device, dtype)
-    return kernel.forward(
-        logits, token_ids, mask, temperature, softcap, vocab_size, with_entropy, dtype
-    )
+    scale = temperature if temperatures is None else temperatures
+    return kernel.forward(logits, token_ids, mask, scale, softcap, vocab_size, with_entropy, dtype)
 
 
 def _forward_fake(
-    logits: Tensor, token_ids: Tensor, mask: Any, temperature: Tensor, *options: Any
+    logits: Tensor, token_ids: Tensor, mask: Any, temperatures: Tensor | None, *options: Any
 ) -> tuple[Tensor, ...]:
-    dtype = _check.arithmetic(logits, temperature)
-    logprobs, entropy, maxima, log_sums = (
-        logits.new_empty(token_ids.shape, dtype=dtype) for _ in range(4)
-    )
-    return logprobs, entropy if options[2] else entropy.new_empty(0), maxima, log_sums
+    dtype = _check.arithmetic(logits, temperatures)
+    logprobs, entropy = (logits.new_empty(token_ids.shape, dtype=dtype) for _ in range(2))
+    found = logits.new_empty((*token_ids.shape, 4), dtype=dtype)
+    return logprobs, entropy if options[3] else entropy.new_empty(0), found
 
 
 def _gradient(
@@ -57,32 +56,29 @@ def _gradient(
     logits: Tensor,
     token_ids: Tensor,
     mask: Tensor | None,
-    temperature: Tensor,
-    logprobs: Tensor,
-    entropy: Tensor,
-    maxima: Tensor,
-    log_sums: Tensor,
+    temperatures: Tensor | None,
+    found: Tensor,
+    temperature: float,
     softcap: float | None,
     vocab_size: int,
     backend: str,
     inplace: bool = False,
 ) -> Tensor:
-    kernel = _backend.select("selected_logprobs", KERNELS, backend, logits.device, logprobs.dtype)
+    kernel = _backend.select("selected_logprobs", KERNELS, backend, logits.device, found.dtype)
     inplace = inplace and not _overlaps(logits)
     out = logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
     if inplace:
         torch.autograd.graph.increment_version(logits)
-    saved = (logprobs, entropy, maxima, log_sums)
     return kernel.backward(
         grad_logprobs,
         grad_entropy,
         logits,
         token_ids,
         mask,
-        temperature,
+        temperature if temperatures is None else temperatures,
         softcap,
         vocab_size,
-        saved,
+        found,
         out,
     )
 
@@ -102,22 +98,21 @@ def _gradient_fake(grad_logprobs: Any, grad_entropy: Any, logits: Tensor, *rest:
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    logits, token_ids, mask, temperature, *ctx.options = inputs
-    ctx.save_for_backward(logits, token_ids, mask, temperature, *output)
-    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(*inputs[:4], output[-1])
+    ctx.mark_non_differentiable(output[-1])
+    ctx.options = inputs[4:]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, gradient: Any, *grads: Any) -> tuple:
-    softcap, vocab_size, with_entropy, backend, inplace = ctx.options
+    temperature, softcap, vocab_size, with_entropy, backend, inplace = ctx.options
     grad_logprobs, grad_entropy = grads[0], grads[1] if with_entropy else None
     if grad_logprobs is None and grad_entropy is None:
-        return (None,) * 9
-    grad = gradient(
-        grad_logprobs, grad_entropy, *ctx.saved_tensors, softcap, vocab_size, backend,
+        return (None,)
+    return gradient(
+        grad_logprobs, grad_entropy, *ctx.saved_tensors, temperature, softcap, vocab_size, backend,
         inplace and not ctx.compiled,  # a compiled graph plans its own memory
-    )  # fmt: skip
-    return grad, *(None,) * 8
+    ),  # fmt: skip
 
 
 _selected_logprobs = _library.register(
@@ -128,6 +123,7 @@ _selected_logprobs = _library.register(
     backward=_backward,
     gradient=_gradient,
     gradient_fake=_gradient_fake,
+    learned=1,
 )
 
 
@@ -140,7 +136,7 @@ def checked_temperature(
     synchronisation.
     """
     if not isinstance(temperature, Tensor):
-        return torch.tensor(_check.positive("temperature", temperature), dtype=dtype)
+        return torch.scalar_tensor(_check.positive("temperature", temperature), dtype=dtype)
     temperature = _check.tensor("temperature", temperature.detach(), _check.NUMBERS)
     shape, device = token_ids.shape, token_ids.device
     if temperature.device != device and (temperature.dim() or temperature.device.type != "cpu"):
@@ -197,13 +193,21 @@ def _logprobs(
     _check.mask_like("mask", mask, token_ids.shape, logits.device)
     vocab_size = checked_vocab_size(vocab_size, logits.shape[-1])
     ids = token_ids.long()
-    temperature = checked_temperature(temperature, ids, mask, _check.arithmetic(logits))
+    compiling = torch.compiler.is_compiling()
+    temperatures = None
+    if compiling or isinstance(temperature, Tensor):  # compiled code would be bound to a number
+        dtype = _check.arithmetic(logits)
+        temperatures = checked_temperature(temperature, ids, mask, dtype)
+        temperature = 1.0
+    else:
+        temperature = _check.positive("temperature", temperature)
     softcap = checked_softcap(softcap)
     _check.token_ids(ids, mask, vocab_size)
-    backend = _backend.named() if not torch.compiler.is_compiling() else ""
+    backend = "" if compiling else _backend.named()
     logprobs, entropy, *_ = _selected_logprobs(
-        logits, ids, mask, temperature, softcap, vocab_size, with_entropy, backend, inplace_backward
-    )
+        logits, ids, mask, temperatures, temperature, softcap, vocab_size, with_entropy, backend,
+        inplace_backward,
+    )  # fmt: skip
     return LogProbs(logprobs, entropy)
 
 
@@ -241,7 +245,7 @@ def selected_logprobs(
 
     Numerics: the maximum is subtracted before the temperature divides. A logit of ``-inf`` is a
     forbidden token: log-prob ``-inf``, as for every token of a row of nothing else, whose gradient
-    is 0.
+    is 0. A bfloat16 gradient below 2^-126 may be 0, where a CPU's own instruction rounds it.
 
     Raises:
         IndexError: an unmasked id outside ``[0, vocab_size)``, named with its position. On CUDA the

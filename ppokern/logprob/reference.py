@@ -19,21 +19,22 @@ def forward(
     logits: Tensor,
     token_ids: Tensor,
     mask: Tensor | None,
-    temperature: Tensor,
+    temperature: float | Tensor,
     softcap: float | None,
     vocab_size: int,
     with_entropy: bool,
     dtype: torch.dtype,
     block: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probs, entropy (empty without), row maxima and log-sums, shaped as `token_ids`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs, entropy (empty without), and what `backward` needs, ``(..., 4)``.
 
-    The last two are what the backward pass needs: ``logsumexp(z) = max / temperature + log_sum``.
+    That is, of each row, log-prob, entropy, maximum and log-sum, where ``logsumexp(z) =
+    max / temperature + log_sum``.
     """
     shape, logits = token_ids.shape, _rows_of(logits)
-    logprobs, entropy, maxima, log_sums = (
-        torch.zeros(token_ids.numel(), dtype=dtype, device=logits.device) for _ in range(4)
-    )
+    temperature = torch.as_tensor(temperature, dtype=dtype)
+    found = torch.zeros(token_ids.numel(), 4, dtype=dtype, device=logits.device)
+    logprobs, entropy, maxima, log_sums = found.unbind(-1)
     ids, valid, bad = _selected(token_ids, mask, vocab_size)
     for rows in _blocks(valid, logits.shape[-1], block):
         raw = _read(logits, rows)[:, :vocab_size].to(dtype)  # (n, V)
@@ -51,8 +52,8 @@ def forward(
     if logits.device.type != "cpu" or bool(bad.any()):
         for x in (logprobs, entropy, log_sums):
             x.copy_(torch.where(valid, torch.where(bad, torch.nan, x), 0.0))
-    entropy = entropy.view(shape) if with_entropy else entropy.new_empty(0)
-    return logprobs.view(shape), entropy, maxima.view(shape), log_sums.view(shape)
+    entropy = entropy.clone().view(shape) if with_entropy else entropy.new_empty(0)
+    return logprobs.clone().view(shape), entropy, found.view(*shape, 4)
 
 
 def backward(
@@ -61,10 +62,10 @@ def backward(
     logits: Tensor,
     token_ids: Tensor,
     mask: Tensor | None,
-    temperature: Tensor,
+    temperature: float | Tensor,
     softcap: float | None,
     vocab_size: int,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    found: Tensor,
     out: Tensor,
     compact: bool = False,
     block: int | None = None,
@@ -80,14 +81,15 @@ def backward(
         temperature: see there.
         softcap: see there.
         vocab_size: see there.
-        saved: what `forward` returned.
+        found: what `forward` returned last.
         out: of ``logits``' shape; rows that are masked become 0.
         compact: write the gradients of the unmasked rows to the first rows of `out`, and leave the
             others.
         block: logits of a block, by default what stays in cache.
     """
-    logprobs, entropy, maxima, log_sums = (x.reshape(-1) for x in saved)
+    logprobs, entropy, maxima, log_sums = found.reshape(-1, 4).unbind(-1)
     dtype, logits, result, out = logprobs.dtype, _rows_of(logits), out, _rows_of(out)
+    temperature = torch.as_tensor(temperature, dtype=dtype)
     grad_logprobs, grad_entropy = (
         None if g is None else g.reshape(-1).to(dtype) for g in (grad_logprobs, grad_entropy)
     )

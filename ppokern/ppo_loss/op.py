@@ -7,10 +7,14 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from ppokern import _backend, _check, _library, token_math
-from ppokern.ppo_loss import reference
+from ppokern.ppo_loss import kernel_native, reference
 from ppokern.ppo_loss.reference import Inputs, Options, Output
 
-KERNELS = {"torch": reference.forward, "triton": "ppokern.ppo_loss.kernel_triton:forward"}
+KERNELS = {
+    "torch": reference.forward,
+    "cpu": kernel_native.forward,
+    "triton": "ppokern.ppo_loss.kernel_triton:forward",
+}
 AGGREGATES = ("token_mean", "sequence_mean", "sequence_sum", "sum", "none")
 RATIOS = ("token", "sequence")
 _INPUTS = len(Inputs._fields)
@@ -160,12 +164,10 @@ def checked_tensors(like: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor |
             _check.finite(name, x, value_mask if of_values else mask)
 
 
-def run(x: Inputs, o: Options, other: bool = False) -> Loss:
-    """Run the op on checked arguments; `other`: on another backend where the named one lacks it."""
+def run(x: Inputs, o: Options) -> Loss:
+    """Run the op on checked arguments."""
     x = Inputs(*x[:3], *(_check.constant(t) for t in x[3:]))
     backend = _backend.named() if not torch.compiler.is_compiling() else ""
-    if other and backend not in KERNELS:
-        backend = ""
     loss, stats, *_ = _ppo_loss(*x, *o, backend)
     return Loss(loss, dict(zip(reference.stat_names(x, o), stats.unbind(), strict=True)))
 

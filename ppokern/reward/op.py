@@ -31,11 +31,11 @@ def _kl_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _kl_backward(ctx: Any, gradient: Any, grad: Tensor) -> tuple:
     logprobs, ref_logprobs, mask = ctx.saved_tensors
-    return reference.kl_gradient(grad, logprobs, ref_logprobs, ctx.kind, mask), None, None, None
+    return (reference.kl_gradient(grad, logprobs, ref_logprobs, ctx.kind, mask),)
 
 
 _kl_op = _library.register(
-    "kl_estimate", _kl, _kl_fake, setup_context=_kl_setup, backward=_kl_backward
+    "kl_estimate", _kl, _kl_fake, setup_context=_kl_setup, backward=_kl_backward, learned=1
 )
 
 

@@ -44,8 +44,10 @@ def shaped_rewards(
     if token_rewards is not None:
         rewards = rewards + torch.where(valid, token_rewards.to(dtype), 0.0)
     sequences = Sequences(logprobs.shape, cu_seqlens)
-    here = sequences.is_last(valid)
+    last, counts = sequences.last(valid)
     if score_mask is not None:
-        here = here & sequences.spread(score_mask)
-    rewards = rewards + torch.where(here, sequences.spread(scores.to(dtype)), 0.0)
+        counts = counts & score_mask
+    if rewards.numel():
+        scores = torch.where(counts, scores.to(dtype), 0.0).reshape(-1)
+        rewards = rewards.reshape(-1).index_add(0, last.reshape(-1), scores).view(kl.shape)
     return rewards, kl

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from tiny import make_rollouts
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from trainer import ppo
 from trainer.config import PPOConfig
 from trainer.experience import Experience
 from trainer.metrics import Metrics
+from trainer.models import Policy
 from trainer.optimise import adamw, clipped_step
 from trainer.ppo import KLController, Models
 
@@ -69,6 +72,39 @@ def test_T9_the_loss_does_not_depend_on_the_cut(ppo_config: PPOConfig, models: M
     for a, b in zip(*(grads for _, grads in found), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Watches the numbers of the largest tensor that any operation returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.numbers = max(self.numbers, x.numel())
+        return result
+
+
+def test_the_logits_of_a_batch_are_never_made(ppo_config: PPOConfig, models: Models) -> None:
+    """Neither in the update nor for the reference: 16,384 tokens of V = 8,192 are 512 MiB."""
+    rows, width = 512, 33
+    lm = GPT2LMHeadModel(
+        GPT2Config(vocab_size=8192, n_embd=8, n_layer=1, n_head=1, n_positions=width)
+    )
+    policy = Policy(lm.eval())
+    models = replace(models, policy=policy, critic=models.critic)
+    ids = torch.randint(1, 200, (rows, width))
+    x = made(ids.tolist(), 1, [1.0] * rows, models)
+    config = replace(ppo_config, micro_batch_tokens=rows * width)
+    with Largest() as of_update:
+        ppo.backward(models, x, config, 0.0, Metrics())
+    with Largest() as of_reference, torch.no_grad():
+        policy(ids)
+    assert policy.lm.lm_head.weight.grad.abs().sum() > 0
+    for seen in (of_update, of_reference):
+        assert 2**22 < seen.numbers <= 2**28 // 4 < rows * (width - 1) * 8192
 
 
 def test_P2_before_the_first_step_the_ratio_is_1(ppo_config: PPOConfig, models: Models) -> None:
