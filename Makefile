@@ -50,9 +50,9 @@ types: $(READY)
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 
 # The Triton kernels without a GPU: compiled, and in every case of their tests interpreted.
-# `make test` has a few cases, where Triton (180 MB to load) is there.
+# `make test` has a few cases and one architecture, where Triton (180 MB to load) is there.
 triton: $(TRITON)
-	$(PYTHON) -m pytest -q tests/test_triton.py -k "not test_interpreted"
+	PPOKERN_TEST_ARCHS=80,90,100 $(PYTHON) -m pytest -q tests/test_triton.py -k "not test_interpreted"
 	TRITON_INTERPRET=1 $(PYTHON) -m pytest -q -k triton
 
 # Registers, stack and loads of every Triton kernel; needs no GPU.

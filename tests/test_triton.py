@@ -29,6 +29,7 @@ ROOMS = (
     "token_math_triton",
     "logprob_triton",
 )
+ARCHS = [int(arch) for arch in os.environ.get("PPOKERN_TEST_ARCHS", "90").split(",")]
 SLOW = ("test_gae.py::test_determinism", "test_ppo_loss.py::test_determinism")  # many sequences
 
 if not INTERPRETED:
@@ -95,7 +96,7 @@ def test_float64_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", LAUNCHES if not INTERPRETED else (), ids=": ".join)
 def test_every_configuration_compiles(name: tuple[str, str], arch: int) -> None:
     """Without a spilled register, and so that enough of it fits on a multiprocessor."""
