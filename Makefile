@@ -29,8 +29,8 @@ OPS := $(filter-out tests/test_packaging.py tests/test_readme.py tests/test_trit
 SANITIZED := build/sanitize/lib
 
 capabilities: $(READY)
-	PPOKERN_CPU_CAPABILITY=default $(PYTHON) -m pytest -q $(OPS)
-	PPOKERN_CPU_CAPABILITY=avx2 $(PYTHON) -m pytest -q $(OPS)
+	PPOKERN_CPU_CAPABILITY=default $(PYTHON) -m pytest -q -k cpu $(OPS)
+	PPOKERN_CPU_CAPABILITY=avx2 $(PYTHON) -m pytest -q -k cpu $(OPS)
 
 sanitize: $(SANITIZED)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

@@ -192,7 +192,10 @@ class Gradients:
         self._sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         dtype = weight.dtype if how.single else self._sum_dtype
         self._hidden = torch.zeros_like(hidden) if needed[0] else empty
-        self._weight = weight.new_zeros(weight.shape, dtype=dtype) if needed[1] else empty
+        # its rows below vocab_size are written by the first chunk: zeros would be one more pass
+        self._weight = weight.new_empty(weight.shape, dtype=dtype) if needed[1] else empty
+        self._weight[head.vocab_size :] = 0
+        self._begun = False
         self._bias = (
             weight.new_zeros(weight.shape[0], dtype=self._sum_dtype) if needed[2] else empty
         )
@@ -205,13 +208,18 @@ class Gradients:
             grad = _times_weight(logits_grad, self._head.weight[:width], self._how)
             self._hidden[rows] = grad.to(self._hidden.dtype)
         if need_weight:
-            _add_outer(self._weight[:width], logits_grad, hidden, self._sum_dtype, self._how)
+            _add_outer(
+                self._weight[:width], logits_grad, hidden, self._sum_dtype, self._how, self._begun
+            )
+            self._begun = True
         if need_bias:
             self._bias[:width] += logits_grad.sum(0, dtype=self._sum_dtype)
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients in their parameters' dtypes."""
         bias = self._head.bias
+        if not self._begun:
+            self._weight.zero_()
         return (
             self._hidden,
             self._weight.to(self._head.weight.dtype) if self._needed[1] else self._weight,
@@ -260,16 +268,24 @@ def _times_weight(logits_grad: Tensor, weight: Tensor, how: Plan) -> Tensor:
 
 
 def _add_outer(
-    total: Tensor, logits_grad: Tensor, hidden: Tensor, dtype: torch.dtype, how: Plan
+    total: Tensor,
+    logits_grad: Tensor,
+    hidden: Tensor,
+    dtype: torch.dtype,
+    how: Plan,
+    begun: bool,
 ) -> None:
-    """Add ``logits_grad.T @ hidden`` to `total`, with no rounding below `dtype` but the last."""
+    """Add ``logits_grad.T @ hidden`` to `total`, with no rounding below `dtype` but the last.
+
+    What stands in a total that has not `begun` is not read.
+    """
     if total.dtype == logits_grad.dtype:
-        total.addmm_(logits_grad.t(), hidden)
+        total.addmm_(logits_grad.t(), hidden, beta=int(begun))
         return
     wide = hidden.to(dtype)
     for part in _slices(total, how):
         grad = logits_grad[:, part].to(dtype).t()
         if total.dtype == dtype:
-            total[part].addmm_(grad, wide)
-        else:
-            total[part] += (grad @ wide).to(total.dtype)
+            total[part].addmm_(grad, wide, beta=int(begun))
+        else:  # a single chunk
+            total[part] = (grad @ wide).to(total.dtype)
