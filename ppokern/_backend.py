@@ -76,8 +76,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Run every op in the block on the backend `name`; a call that it cannot do is a `ValueError`.
 
     Without it the environment variable ``PPOKERN_BACKEND`` names the backend; without that each op
-    takes its fastest one. Under `torch.compile` the backend is looked up when the compiled code
-    runs.
+    takes its fastest one, as it does under `torch.compile`, whose graphs bear no name.
 
     Args:
         name: one of `available_backends()`.
