@@ -147,6 +147,11 @@ def cu_seqlens(x: Tensor, shape: Sequence[int] | None, device: torch.device) -> 
         fail("cu_seqlens", f"{shape[0]} (the number of tokens) at the end", int(x[-1]))
 
 
+def as_int64(ids: Tensor) -> Tensor:
+    """Return ids as int64, themselves where they are: in `torch.func` a result has no address."""
+    return ids if ids.dtype == torch.int64 else ids.long()
+
+
 def token_ids(ids: Tensor, mask: Tensor | None, limit: int) -> None:
     """Check that unmasked ids lie in ``[0, limit)`` or are -100, where values may be looked at."""
     if not values_of(ids):

@@ -193,7 +193,7 @@ def test_autocast_changes_nothing_in_float32(name: str) -> None:
     for a, b in zip(inside, plain, strict=True):
         assert a.dtype == b.dtype
         if "linear" in name:
-            assert torch.allclose(a, b, rtol=0.1, atol=0.1)
+            assert (a - b).norm() <= 0.02 * b.norm()
         else:
             assert same_bits(a, b)
 
@@ -229,25 +229,16 @@ def test_checkpointing(name: str, use_reentrant: bool) -> None:
     close([x.grad for x in inputs], list(expected))
 
 
-@pytest.mark.parametrize("name", calls.NAMES)
-def test_functional_transforms_are_right_or_an_error(name: str) -> None:
-    """torch.func.grad gives what autograd gives, or says that it can't."""
+@pytest.mark.parametrize("name", [n for n, call in calls.every().items() if call.flows])
+def test_functional_transforms_are_an_error_that_says_so(name: str) -> None:
     call = calls.every()[name]
-    if not call.flows:
-        pytest.skip("no gradient")
     first = call.flows[0]
 
     def loss(x: Tensor) -> Tensor:
         return calls.outputs(call.fn(**{**call.args, first: x}))[0].sum()
 
-    x = leaf(call.args[first])
-    (expected,) = torch.autograd.grad(loss(x), x)
-    try:
-        mine = torch.func.grad(loss)(call.args[first])
-    except RuntimeError as error:
-        assert str(error)
-    else:
-        assert torch.allclose(mine, expected, atol=1e-6)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(loss)(call.args[first])
 
 
 @pytest.mark.parametrize("name", [*calls.NAMES, *calls.packing()])

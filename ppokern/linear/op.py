@@ -168,7 +168,7 @@ def checked_head(
     if max_logits_bytes <= 0:
         _check.fail("max_logits_bytes", "a number of bytes above 0", max_logits_bytes)
     size = checked_vocab_size(vocab_size, weight.shape[0])
-    ids = token_ids.long()
+    ids = _check.as_int64(token_ids)
     dtype = arithmetic(hidden, weight, bias)
     temperature = checked_temperature(temperature, ids, mask, dtype)
     _check.token_ids(ids, mask, size)

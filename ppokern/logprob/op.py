@@ -192,7 +192,7 @@ def _logprobs(
     _check.like("token_ids", token_ids, logits.shape[:-1], logits.device, _check.INTEGERS)
     _check.mask_like("mask", mask, token_ids.shape, logits.device)
     vocab_size = checked_vocab_size(vocab_size, logits.shape[-1])
-    ids = token_ids.long()
+    ids = _check.as_int64(token_ids)
     compiling = torch.compiler.is_compiling()
     temperatures = None
     if compiling or isinstance(temperature, Tensor):  # compiled code would be bound to a number
