@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import hypothesis
 import pytest
 import torch
-from matrix import CAN, FLOATS
+from matrix import CAN, FLOATS, INTERPRETED
 
 import ppokern
 
@@ -14,17 +14,20 @@ hypothesis.settings.register_profile(
     deadline=None,
     derandomize=True,
     database=None,
-    max_examples=25,
+    max_examples=10 if INTERPRETED else 25,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("ppokern")
 
 
-# Interpreted, an operation takes as long on few numbers as on many, but a scan a while for each.
-INTERPRETED = {
+if INTERPRETED and "triton" in ppokern.available_backends():
+    importlib.import_module("interpreter").prepare()
+
+# Interpreted, an operation takes as long on few numbers as on many.
+SIZES = {
     ("ppokern.logprob.kernel_triton", "TILE"): 2**15,
-    ("ppokern.gae.kernel_triton", "SHORT"): (4, 4),
-    ("ppokern.gae.kernel_triton", "LONG"): (1, 32),
+    ("ppokern.gae.kernel_triton", "SHORT"): (16, 8),
+    ("ppokern.gae.kernel_triton", "LONG"): (16, 512),
 }
 
 
@@ -73,7 +76,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     device = CAN[request.param].device
     if request.param == "triton" and device == "cpu":
-        for (module, name), value in INTERPRETED.items():
+        for (module, name), value in SIZES.items():
             monkeypatch.setattr(importlib.import_module(module), name, value)
     where = nullcontext() if device == "cpu" else torch.device(device)
     ppokern.set_validation(device != "cpu")  # the same errors as on the CPU
