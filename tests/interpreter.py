@@ -1,7 +1,7 @@
 """Triton's interpreter, ten times as fast, and nearer to a GPU where that is easily had.
 
-conftest.py calls `prepare` where kernels are interpreted. It replaces private parts of Triton 3.6 and
-3.7; kernels run as they are written. What is still unlike a GPU is listed in test_triton.py.
+conftest.py calls `prepare` where kernels are interpreted. It replaces private parts of Triton 3.6
+and 3.7; kernels run as they are written. What is still unlike a GPU is listed in test_triton.py.
 """
 
 from collections.abc import Iterable, Iterator
@@ -84,8 +84,10 @@ def _stay_inside_the_arguments() -> None:
 
     def init_args(self: Any, args: Any, kwargs: Any) -> Any:
         spans.clear()
-        storages = [x.untyped_storage() for x in (*args, *kwargs.values()) if hasattr(x, "untyped_storage")]
-        spans.update((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages)
+        for x in (*args, *kwargs.values()):
+            if hasattr(x, "untyped_storage"):
+                start = x.untyped_storage().data_ptr()
+                spans.add((start, start + x.untyped_storage().nbytes()))
         return init(self, args, kwargs)
 
     def check(pointers: Any, mask: Any) -> None:
@@ -109,7 +111,7 @@ def _stay_inside_the_arguments() -> None:
 
 
 def _scan(self: Any, given: Iterable[Any]) -> list[Any]:
-    """Scan in a tree, as a GPU does: with shifts by 1, 2, 4, … in place of one element at a time."""
+    """Scan in a tree, as a GPU does, with shifts by 1, 2, 4, …: not one element at a time."""
     given, axis = list(given), self.axis
     shape = given[0].handle.data.shape
     rest = [i for i in range(len(shape)) if i != axis % len(shape)]
