@@ -1,17 +1,21 @@
 """Everything that only a GPU can tell, in under eight minutes: ``python -m benchmarks.gpu_check``.
 
 Needs an NVIDIA GPU and torch 2.9 or later with its own Triton; downloads and installs nothing. In
-this order: every op on the backend `triton` against float64, beside eager PyTorch; the op tests
-with the marker `gpu`, where pytest is there; the kernels' share of the bandwidth of a copy;
-`linear_ppo_loss` against three bare GEMMs, with its peak memory; eager, torch.compile and, where
-installed, Liger in the same run. Prints one table and writes it to ``runs/gpu_check.json``.
+this order: every op on the backend `triton` against float64, beside eager PyTorch;
+`linear_ppo_loss` against three bare GEMMs, with its peak memory; the kernels' share of the
+bandwidth of a copy, and what a call costs the host; eager, torch.compile and, where installed,
+Liger in the same run; the op tests with the marker `gpu`, where pytest is there. Prints one table
+and writes it to ``runs/gpu_check.json``. Ends with 1 where anything is wrong, failed or missing.
 
-A line that fails says so and the next one runs: the machine may not be there a second time.
+A line that fails says so and the next one runs: the machine may not be there a second time. So each
+part is a process of its own, that is ended when its time is over, and keeps the lines it has.
 """
 
 import argparse
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -32,37 +36,57 @@ if importlib.util.find_spec("jaxtyping") is None:  # annotations alone; none is 
 
 import ppokern  # noqa: E402
 
-SECONDS, TEST_SECONDS = 460, 150
+SECONDS = 470  # of all parts together
 ROOMS = ("logprob", "linear", "linear_loss", "gae", "ppo_loss")
 
 
 class Report:
-    """Lines of one table, kept as a list of dicts as well."""
+    """Lines of a part, printed and kept in a file as they come."""
 
-    def __init__(self, quick: bool) -> None:
-        """Start the clock."""
-        self.start, self.quick, self.lines = time.monotonic(), quick, []
+    def __init__(self, path: Path, quick: bool = False) -> None:
+        """Write to `path`, a line of JSON each."""
+        self.path, self.quick = path, quick
 
     def line(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
         """Measure and print a line, or why there is none."""
         begun = time.monotonic()
         try:
-            if begun - self.start > SECONDS:
-                raise TimeoutError("out of time")
             cells = measure()
         except Exception as error:  # see the module's docstring
             cells = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-        torch.cuda.empty_cache()
-        self.lines.append({"name": name, **cells, "took": time.monotonic() - begun})
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.add({"name": name, **cells, "took": time.monotonic() - begun})
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Print a line and keep it."""
+        cells = {k: x for k, x in line.items() if k not in ("name", "took")}
         shown = (f"{k} {x:.4g}" if isinstance(x, float) else f"{k} {x}" for k, x in cells.items())
-        print(f"{name:44} {'  '.join(shown)}", flush=True)
+        print(f"{line['name']:48} {'  '.join(shown)}", flush=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def run_part(name: str, command: list[str], seconds: float, path: Path) -> None:
+    """Run a part until it ends or its time is over; if it did not end well a line says so."""
+    part = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        code = part.wait(seconds)
+        failed = f"ended with {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        os.killpg(part.pid, signal.SIGKILL)  # what it started too
+        part.wait()
+        failed = f"no end after {seconds:.0f} s"
+    if failed:
+        Report(path).add({"name": f"the part {name}", "failed": failed})
 
 
 def milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
-    """Return the median of several calls, after one that compiles."""
+    """Return the median of several calls, after one that compiles; nothing is left in the cache."""
     call()
-    times = []
+    times, flush = [], torch.empty(2**28, dtype=torch.uint8, device="cuda")
     for _ in range(repeats):
+        flush.zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
@@ -117,13 +141,15 @@ def against_float64(report: Report) -> None:
 
 def op_tests() -> dict[str, Any]:
     """Run the op tests on the GPU."""
+    absent = [x for x in ("pytest", "hypothesis", "numpy") if importlib.util.find_spec(x) is None]
+    if absent:
+        return {"skipped": f"without {', '.join(absent)}"}
     files = [f"tests/test_{room}.py" for room in ROOMS]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--sample", "6", *files]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=TEST_SECONDS, check=False
-    )
-    (RUNS / "gpu_check_tests.txt").write_text(done.stdout + done.stderr)
-    return {"passed": done.returncode == 0, "last": done.stdout.strip().split("\n")[-1]}
+    path = RUNS / "gpu_check_tests.txt"
+    with path.open("w") as file:  # there even if they are ended
+        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, check=False)
+    return {"right": done.returncode == 0, "last": path.read_text().strip().split("\n")[-1]}
 
 
 # Fast or slow -------------------------------------------------------------------------------------
@@ -214,6 +240,7 @@ def small_kernels(report: Report, ceiling: float) -> None:
         cu = torch.arange(0, total + 1, length, device="cuda", dtype=torch.int32)
         return beside(16 * total, ceiling, lambda: ppokern.gae(r, v, cu_seqlens=cu))
 
+    report.line("gae (B, T) = (4096, 4096)", lambda: advantages((4096, 4096)))
     report.line("gae (B, T) = (512, 2048)", lambda: advantages((512, 2048)))
     report.line("gae (B, T) = (65536, 64)", lambda: advantages((65536, 64)))
     report.line("gae (T, B) = (128, 8192)", lambda: advantages((128, 8192), time_dim=0))
@@ -237,6 +264,25 @@ def small_kernels(report: Report, ceiling: float) -> None:
     for aggregate in ("token_mean", "sequence_mean"):
         report.line(f"ppo_loss {aggregate} (512, 2048)", lambda a=aggregate: loss(a))
 
+    def launches(call: Callable[[], object], count: int = 200) -> dict[str, Any]:
+        with ppokern.use_backend("triton"):
+            call()
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for _ in range(count):
+                call()
+            took = time.perf_counter() - begun
+            torch.cuda.synchronize()
+        return {"us": 1e6 * took / count}
+
+    logits, ids = torch.randn(8, 1000, device="cuda"), torch.zeros(8, device="cuda").long()
+    x = list(torch.randn(6, 8, 16, device="cuda"))
+    report.line(
+        "host, selected_logprobs", lambda: launches(lambda: ppokern.selected_logprobs(logits, ids))
+    )
+    report.line("host, gae", lambda: launches(lambda: ppokern.gae(x[0], x[1])))
+    report.line("host, ppo_loss", lambda: launches(lambda: ppokern.ppo_loss(*x)))
+
 
 def linear(report: Report) -> None:
     """The loss from hidden states beside the three GEMMs that it cannot do without."""
@@ -250,7 +296,7 @@ def linear(report: Report) -> None:
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / 2**30
 
-    def measure() -> dict[str, Any]:
+    def measure(limit: int, beside_others: bool) -> dict[str, Any]:
         hidden = torch.randn(n, h, dtype=torch.bfloat16, device="cuda")
         weight = torch.randn(v, h, dtype=torch.bfloat16, device="cuda") / h**0.5
         ids = torch.randint(0, v, (n,), device="cuda")
@@ -267,13 +313,18 @@ def linear(report: Report) -> None:
         weight.requires_grad_()
 
         def mine() -> None:
-            loss = ppokern.linear_ppo_loss(hidden, weight, ids, old, advantages).loss
+            loss = ppokern.linear_ppo_loss(
+                hidden, weight, ids, old, advantages, max_logits_bytes=limit
+            ).loss
             torch.autograd.grad(loss, (hidden, weight))
 
-        def eager() -> None:
+        def plain(hidden: Tensor, weight: Tensor) -> Tensor:
             logprobs = (hidden @ weight.t()).float().log_softmax(-1).gather(-1, ids[:, None])
-            loss = ppokern.ppo_policy_loss(logprobs[:, 0], old, advantages).loss
-            torch.autograd.grad(loss, (hidden, weight))
+            ratio = (logprobs[:, 0] - old).exp()
+            return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+        def gradients(of: Callable[[Tensor, Tensor], Tensor]) -> None:
+            torch.autograd.grad(of(hidden, weight), (hidden, weight))
 
         with ppokern.use_backend("triton"):
             own = milliseconds(mine, 5)
@@ -283,7 +334,10 @@ def linear(report: Report) -> None:
                 "ratio": own / floor,
                 "GiB": peak(mine),
             }
-        for name, call in {"eager": eager, "liger": liger(hidden, weight, ids)}.items():
+        others = {"eager": lambda: gradients(plain), "liger": liger(hidden, weight, ids)}
+        compiled = torch.compile(plain)
+        others["compile"] = lambda: gradients(compiled)
+        for name, call in others.items() if beside_others else ():
             if call is not None:
                 try:
                     cells |= {name: milliseconds(call, 3), f"{name} GiB": peak(call)}
@@ -291,7 +345,9 @@ def linear(report: Report) -> None:
                     cells[name] = type(error).__name__
         return cells
 
-    report.line(f"linear_ppo_loss {n} x {h} x {v} bfloat16", measure)
+    name = f"linear_ppo_loss {n} x {h} x {v} bfloat16"
+    report.line(f"{name}, 256 MiB", lambda: measure(2**28, True))
+    report.line(f"{name}, 1 GiB", lambda: measure(2**30, False))
 
 
 def liger(hidden: Tensor, weight: Tensor, ids: Tensor) -> Callable[[], object] | None:
@@ -303,29 +359,62 @@ def liger(hidden: Tensor, weight: Tensor, ids: Tensor) -> Callable[[], object] |
     return lambda: torch.autograd.grad(fused(weight, hidden, ids), (hidden, weight))
 
 
+def row_part(report: Report) -> None:
+    """The row kernels beside a copy."""
+    row_kernels(report, copy_rate(report))
+
+
+def small_part(report: Report) -> None:
+    """Advantages and losses beside a copy, and launches."""
+    small_kernels(report, copy_rate(report))
+
+
+def test_part(report: Report) -> None:
+    """The op tests."""
+    if not report.quick:
+        report.line("tests with the marker gpu", op_tests)
+
+
+PARTS: dict[str, tuple[Callable[[Report], None], float]] = {  # with their seconds
+    "right": (against_float64, 100),
+    "linear": (linear, 90),
+    "rows": (row_part, 100),
+    "small": (small_part, 60),
+    "tests": (test_part, 120),
+}
+
+
 def main() -> None:
-    """Run it all."""
+    """Run it all, or one part."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer sizes, no tests")
     parser.add_argument("--out", type=Path, default=RUNS / "gpu_check.json")
+    parser.add_argument("--part", choices=PARTS, help="this one alone, in this process")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("gpu_check: no CUDA device")
+    if importlib.util.find_spec("triton") is None:
+        raise SystemExit("gpu_check: no Triton beside this torch")
     RUNS.mkdir(exist_ok=True)
-    report = Report(options.quick)
+    path = options.out.with_suffix(".jsonl")
+    if options.part:
+        PARTS[options.part][0](Report(path, options.quick))
+        return
+    begun = time.monotonic()
+    path.unlink(missing_ok=True)
     triton = importlib.import_module("triton").__version__
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton}"
     print(machine, ppokern.available_backends(), sep="\n")
-    against_float64(report)
-    if not options.quick:
-        report.line("tests with the marker gpu", op_tests)
-    ceiling = copy_rate(report)
-    linear(report)
-    row_kernels(report, ceiling)
-    small_kernels(report, ceiling)
-    options.out.write_text(json.dumps({"machine": machine, "lines": report.lines}, indent=1))
-    wrong = [x["name"] for x in report.lines if "failed" in x or x.get("right") is False]
-    print(f"{time.monotonic() - report.start:.0f} s; not right: {wrong or 'nothing'}")
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--out", str(options.out)]
+    command += ["--quick"] if options.quick else []
+    for name, (_, seconds) in PARTS.items():
+        left = SECONDS - (time.monotonic() - begun)
+        run_part(name, [*command, "--part", name], max(1.0, min(seconds, left)), path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    options.out.write_text(json.dumps({"machine": machine, "lines": lines}, indent=1))
+    wrong = [x["name"] for x in lines if "failed" in x or x.get("right") is False]
+    print(f"{time.monotonic() - begun:.0f} s; not right: {wrong or 'nothing'}")
+    sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":

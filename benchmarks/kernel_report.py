@@ -32,7 +32,12 @@ from ppokern.ppo_loss.reference import Inputs, Options
 
 ARCHS = (80, 90, 100)
 TOOLS = Path(str(triton.__file__)).parent / "backends/nvidia/bin"
-REGISTERS, THREADS = 65536, 2048  # of a multiprocessor
+REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of a multiprocessor
+SHARED = {
+    80: 164,
+    90: 228,
+    100: 228,
+}  # KiB of it, of which each program takes one more than its own
 
 
 class Launch(NamedTuple):
@@ -113,7 +118,12 @@ def compiled(launch: Launch, arch: int) -> Compiled:
     moves = re.findall(r"\b(?:LDG|STG)\.\S+", code)
     wide = sum(".128" in move for move in moves)
     threads = 32 * launch.warps
-    resident = min(REGISTERS // (-(-registers // 8) * 8 * threads), THREADS // threads)
+    resident = min(
+        REGISTERS // (-(-registers // 8) * 8 * threads),
+        THREADS // threads,
+        SHARED[arch] * 1024 // (result.metadata.shared + 1024),
+        PROGRAMS,
+    )
     return Compiled(
         registers, stack, result.metadata.shared, resident, wide, len(moves) - wide,
         result.asm["ptx"],
@@ -128,37 +138,43 @@ def _tool(name: str, *arguments: str) -> str:
 def logprob_calls(n: int = 3, v: int = 8192, temperature: float = 0.7) -> dict[str, Callable]:
     """Calls of both passes, from the least that they can be asked for to all of it."""
 
-    def call(dtype: torch.dtype, width: int, everything: bool) -> None:
+    def call(dtype: torch.dtype, width: int, what: str) -> None:
+        everything = what == "all"
         logits, ids = torch.zeros(n, width, dtype=dtype), torch.zeros(n, dtype=torch.int64)
-        softcap, mask, at = None, None, temperature
-        if everything:
-            softcap, mask, at = 30.0, torch.ones(n, dtype=torch.bool), torch.ones(n)
+        if what == "in blocks":  # rows have no common stride
+            logits = torch.zeros(2, n, width, dtype=dtype).transpose(0, 1)
+            ids = torch.zeros(n, 2, dtype=torch.int64)
+        softcap = 30.0 if everything else None
+        mask = torch.ones(n, dtype=torch.bool) if what in ("all", "masked") else None
+        at = torch.ones(n) if everything else temperature
         *_, found = logprob.forward(
             logits, ids, mask, at, softcap, width, everything, torch.float32
         )
         in_entropy = torch.ones(n) if everything else None
         logprob.backward(
-            torch.ones(n), in_entropy, logits, ids, mask, at, softcap, width, found, logits,
-            compact=everything,
+            torch.ones(ids.shape), in_entropy, logits, ids, mask, at, softcap, width, found,
+            logits, compact=everything,
         )  # fmt: skip
 
+    wanted = [(dtype, v, "all") for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    for dtype in (torch.float32, torch.bfloat16):
+        wanted += [(dtype, v, what) for what in ("", "masked", "in blocks")]
+        wanted += [(dtype, v + 1, ""), (dtype, v + 1, "all"), (dtype, 64, "all")]
+    wanted += [(torch.bfloat16, 151_936, "all")]
     return {
-        f"{str(dtype)[6:]} V={width}{' all' if everything else ''}": (
-            lambda d=dtype, w=width, e=everything: call(d, w, e)
+        f"{str(dtype)[6:]} V={width} {what}".rstrip(): (
+            lambda d=dtype, w=width, e=what: call(d, w, e)
         )
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        for width in (v, v + 1, 64)
-        for everything in (False, True)
-        if everything or width != 64
-        if dtype != torch.float16 or (everything and width == v)
+        for dtype, width, what in wanted
     }
 
 
 def gae_calls(b: int = 3, t: int = 200, gamma: float = 0.99) -> dict[str, Callable]:
     """Calls in every layout, for short and long sequences."""
 
-    def call(shape: tuple[int, ...], time_dim: int, everything: bool, packed: bool = False) -> None:
-        flag, extra = torch.ones(shape, dtype=torch.bool), torch.ones(shape)
+    def call(shape: tuple[int, ...], time_dim: int, what: str, packed: bool = False) -> None:
+        everything, dtype = what != "", torch.bfloat16 if "bfloat16" in what else torch.float32
+        flag, extra = torch.ones(shape, dtype=torch.bool), torch.ones(shape, dtype=dtype)
         given: dict[str, Tensor | None] = dict.fromkeys(
             ("mask", "bootstrap", "continues", "next_values", "last_values", "cu_seqlens")
         )
@@ -167,40 +183,49 @@ def gae_calls(b: int = 3, t: int = 200, gamma: float = 0.99) -> dict[str, Callab
         if packed:
             given |= {"cu_seqlens": torch.tensor([0, 5, shape[0]])}
         gae.gae(
-            extra, extra, **given, gamma=gamma, lam=0.95, decay=False, time_dim=time_dim,
-            check=False,
+            extra, extra, **given, gamma=gamma, lam=0.95 * gamma, decay="decay" in what,
+            time_dim=time_dim, check=False,
         )  # fmt: skip
 
     calls: dict[str, Callable] = {}
-    for everything in (False, True):
-        word = " all" if everything else ""
-        calls[f"short{word}"] = lambda e=everything: call((b, 40), -1, e)
-        calls[f"long{word}"] = lambda e=everything: call((b, t), -1, e)
-        calls[f"time-major{word}"] = lambda e=everything: call((t, b), 0, e)
-        calls[f"packed{word}"] = lambda e=everything: call((b * t,), -1, e, True)
+    for what in ("", "all", "all, decay, bfloat16"):
+        word = f" {what}".rstrip()
+        calls[f"short{word}"] = lambda e=what: call((b, 40), -1, e)
+        calls[f"long{word}"] = lambda e=what: call((b, t), -1, e)
+        calls[f"time-major{word}"] = lambda e=what: call((t, b), 0, e)
+        calls[f"packed{word}"] = lambda e=what: call((b * t,), -1, e, True)
     return calls
 
 
-def ppo_loss_calls(b: int = 3, t: int = 200, clip: float = 0.2) -> dict[str, Callable]:
+def ppo_loss_calls(b: int = 3, t: int = 200, number: float = 0.2) -> dict[str, Callable]:
     """Calls of the policy loss, the value loss and both with all that can be asked for."""
 
-    def call(fields: tuple[str, ...], flags: tuple[str, ...], ratio: bool, how: str) -> None:
-        x = {name: torch.ones(b, t) for name in fields}
-        x |= {name: torch.ones(b, t, dtype=torch.bool) for name in flags}
-        coef = 0.1 if "entropy" in fields else 0.0
-        value_clip = clip if "old_values" in fields else None
-        options = (clip, clip, None, ratio, 20.0, how, coef, coef, "k3", value_clip, 0.5)
-        ppo_loss.forward(Inputs(**x), Options(*options))
+    def call(
+        fields: tuple[str, ...], flags: tuple[str, ...], ratio: bool, how: str, kind: str = "k3",
+        dtype: torch.dtype = torch.float32, packed: bool = False,
+    ) -> None:  # fmt: skip
+        shape = (b * t,) if packed else (b, t)
+        x = {name: torch.ones(shape, dtype=dtype) for name in fields}
+        x |= {name: torch.ones(shape, dtype=torch.bool) for name in flags}
+        if packed:
+            x["cu_seqlens"] = torch.tensor([0, 5, b * t])
+        coef = number if "entropy" in fields else 0.0
+        value_clip = number if "old_values" in fields else None
+        limits = (number, number, 2 + number, ratio, 20 * number)
+        ppo_loss.forward(Inputs(**x), Options(*limits, how, coef, coef, kind, value_clip, number))
 
     policy = ("logprobs", "old_logprobs", "advantages")
     values, rest = ("values", "old_values", "returns"), ("entropy", "weights", "ref_logprobs")
-    both = (*policy, *values, *rest)
+    both, masks = (*policy, *values, *rest), ("mask", "value_mask")
+    half = torch.bfloat16
     return {
         "policy": lambda: call(policy, (), False, "token_mean"),
         "values": lambda: call(values, ("mask",), False, "token_mean"),
-        "all": lambda: call(both, ("mask", "value_mask"), False, "token_mean"),
+        "all": lambda: call(both, masks, False, "token_mean"),
+        "all, k1, bfloat16": lambda: call(both, masks, False, "token_mean", "k1", half),
         "all, per token": lambda: call(both, ("mask",), False, "none"),
         "all, by sequence": lambda: call(both, ("mask",), True, "sequence_mean"),
+        "all, packed, k2": lambda: call(both, masks, True, "sequence_mean", "k2", packed=True),
     }
 
 
