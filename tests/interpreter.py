@@ -1,7 +1,7 @@
 """Triton's interpreter, ten times as fast, and nearer to a GPU where that is easily had.
 
-conftest.py calls `prepare` where kernels are interpreted. It replaces private parts of Triton 3.6
-and 3.7; kernels run as they are written. What is still unlike a GPU is listed in test_triton.py.
+conftest.py calls `prepare` where kernels are interpreted. It replaces private parts of Triton
+3.7; kernels run as they are written. What is still unlike a GPU is listed in test_triton.py.
 """
 
 from collections.abc import Iterable, Iterator
