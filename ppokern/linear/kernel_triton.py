@@ -93,54 +93,62 @@ def loss_kernel(
     BONUS: tl.constexpr,  # whether the loss has a slope in the entropies
     KL: tl.constexpr,  # the kind of KL
     ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,  # more than one where a row has fewer logits than a tile
     TILES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Turn rows of logits into their gradient, one after the other."""
+    """Turn ROWS rows of logits after the others into their gradient."""
     ENTROPY: tl.constexpr = entropies is not None
-    lane = tl.arange(0, TILES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    for item in range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = item + tl.arange(0, 1).to(tl.int64)  # a block of one, as the other kernels have more
+    tile = tl.arange(0, TILES)[None, :, None] * COLUMNS
+    lane = tile + tl.arange(0, COLUMNS)[None, None, :]
+    for item in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = item * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        inside = row < rows
         number = first + row
         if numbers is not None:
-            number = tl.load(numbers + row)
+            number = tl.load(numbers + row, inside, other=0)
         token_id, taken = rows_of.taken_of(
-            token_ids, id_stride, mask, mask_stride, number, number < tokens
+            token_ids, id_stride, mask, mask_stride, number, inside & (number < tokens)
         )
-        start = rows_of.row_start(row, row_offsets, row_stride, row < rows, ALIGNED)
+        start = rows_of.row_start(row, row_offsets, row_stride, inside, ALIGNED)
         inverse = rows_of.inverse_of(temperature, temperatures, temperature_stride, number, taken)
         known = taken & (token_id >= 0) & (token_id < vocab_size)
         own = tl.load(logits + start + token_id, known, other=float("-inf")).to(tl.float32)
         if SOFTCAP:
             own = tm.softcap_logit(own, softcap)
         tl.debug_barrier()  # all threads have read it, and it may be overwritten
+        own_column = tl.where(known, token_id, -1).to(tl.int32)
 
         # of each lane: maximum, sum, entropy sum
-        in_bits = (inverse * rows_of.LOG2_E)[:, None]
-        tops = tl.full([1, COLUMNS], float("-inf"), tl.float32)
-        sums, terms = tl.zeros([1, COLUMNS], tl.float32), tl.zeros([1, COLUMNS], tl.float32)
+        in_bits = inverse * rows_of.LOG2_E
+        tops = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
+        sums, terms = tl.zeros(tops.shape, tl.float32), tl.zeros(tops.shape, tl.float32)
         width = tl.max(tl.where(taken, vocab_size, 0), 0)
         for begin in range(0, width, TILES * COLUMNS):
             column = begin + lane
-            z = rows_of.read(logits, start[:, None], column, taken[:, None], vocab_size, ALIGNED)
+            z = rows_of.read(
+                logits, start[:, None, None], column, taken[:, None, None], vocab_size, ALIGNED
+            )
             if SOFTCAP:
                 z = tm.softcap_logit(z, softcap)
-            z = tl.where(column == token_id.to(tl.int32)[:, None], float("-inf"), z)
-            top = tl.maximum(tops, tl.max(z, 0)[None, :])
+            z = tl.where(column == own_column[:, None, None], float("-inf"), z)
+            top = tl.maximum(tops, tl.max(z, 1))
             base = rows_of.finite(top)
-            sums, terms = rows_of.from_other_maximum(tops, sums, terms, base, in_bits, ENTROPY)
-            bits = tm.tempered_logit(z, base, in_bits)
+            sums, terms = rows_of.from_other_maximum(
+                tops, sums, terms, base, in_bits[:, None], ENTROPY
+            )
+            bits = tm.tempered_logit(z, base[:, None, :], in_bits[:, None, None])
             weight = tl.exp2(bits)
-            sums += tl.sum(weight, 0)[None, :]
+            sums += tl.sum(weight, 1)
             if ENTROPY:
-                terms += tl.sum(tm.entropy_term(weight, bits), 0)[None, :]
+                terms += tl.sum(tm.entropy_term(weight, bits), 1)
             tops = top
         logprob, entropy, row_max, log_sum = rows_of.combine(
             tops, sums, terms, own, inverse, taken, known, ENTROPY
         )
-        tl.store(logprobs + number, logprob)
+        tl.store(logprobs + number, logprob, inside)
         if ENTROPY:
-            tl.store(entropies + number, entropy)
+            tl.store(entropies + number, entropy, inside)
 
         scale, of_logprob = _slopes(
             logprob, number, taken, scales, old_logprobs, advantages, weights, ref_logprobs,
@@ -155,18 +163,18 @@ def loss_kernel(
         if used is None:
             width = vocab_size
         else:
-            tl.store(used + row, live)
+            tl.store(used + row, live, inside)
         for behind in range(0, tl.cdiv(width, COLUMNS)):  # the last to be read is read first
             column = (tl.cdiv(width, COLUMNS) - 1 - behind) * COLUMNS
             column = column + tl.arange(0, COLUMNS)[None, :]
             raw = rows_of.read(logits, start[:, None], column, live[:, None], vocab_size, ALIGNED)
             grad = rows_of.gradient(
-                raw, column == token_id.to(tl.int32)[:, None], row_max[:, None], log_sum[:, None],
+                raw, column == own_column[:, None], row_max[:, None], log_sum[:, None],
                 inverse[:, None], logprob[:, None], entropy[:, None], of_logprob[:, None],
                 of_entropy, softcap, SOFTCAP,
             )  # fmt: skip
             grad = tl.where(live[:, None] & (column < vocab_size), grad, 0.0)
-            where = rows_of.whole(column, vocab_size, ALIGNED)
+            where = inside[:, None] & rows_of.whole(column, vocab_size, ALIGNED)
             at = logits + start[:, None] + column
             tl.store(at, tm.rounded(grad, logits.dtype.element_ty), where)
 
@@ -189,8 +197,9 @@ def loss_pass(
     if rows < _launch.resident(device, 1) and width > SHORT[0]:
         return reference.two_passes(rows_of, chunk, head, how, token_ids, slopes, logprobs, entropy)
     fit = _launch.rows_in_cache(chunk.logits) >= _launch.resident(device, SHORT[2])
-    columns, warps, programs = SHORT if fit else LONG
-    columns = min(columns, triton.next_power_of_2(width))
+    tile, warps, programs = SHORT if fit else LONG
+    columns = min(tile, triton.next_power_of_2(width))
+    tile_rows, programs = tile // columns, _launch.resident(device, programs)
     tiles = min(TILES, triton.next_power_of_2(triton.cdiv(width, columns)))
     if isinstance(chunk.rows, slice):
         numbers, first = None, chunk.rows.start
@@ -199,7 +208,7 @@ def loss_pass(
     used = how.valid.new_empty(rows) if how.compact else None
     o = slopes.options
     with _launch.on_device_of(chunk.logits):
-        loss_kernel[(min(rows, _launch.resident(device, programs)),)](
+        loss_kernel[(min(triton.cdiv(rows, tile_rows), programs),)](
             *rows_of.tokens_of(
                 chunk.logits, token_ids, how.valid, head.temperature, head.softcap, width
             ),
@@ -209,7 +218,7 @@ def loss_pass(
             torch.inf if o.log_ratio_limit is None else o.log_ratio_limit,
             o.entropy_coef, o.kl_coef, logprobs, entropy, used, SOFTCAP=head.softcap is not None,
             BONUS=o.entropy_coef != 0, KL=o.kl_kind, ALIGNED=rows_of.aligned(chunk.logits),
-            TILES=tiles, COLUMNS=columns, num_warps=warps, **REGISTERS,
+            ROWS=tile_rows, TILES=tiles, COLUMNS=columns, num_warps=warps, **REGISTERS,
         )  # fmt: skip
     if used is not None:
         rows_of.move_up(chunk.logits, used)
