@@ -200,7 +200,8 @@ def loss_pass(
     tile, warps, programs = SHORT if fit else LONG
     columns = min(tile, triton.next_power_of_2(width))
     tile_rows, programs = tile // columns, _launch.resident(device, programs)
-    tiles = min(TILES, triton.next_power_of_2(triton.cdiv(width, columns)))
+    tiles = TILES if head.softcap is None else TILES // 2  # what its formula needs of registers
+    tiles = min(tiles, triton.next_power_of_2(triton.cdiv(width, columns)))
     if isinstance(chunk.rows, slice):
         numbers, first = None, chunk.rows.start
     else:

@@ -264,7 +264,7 @@ def linear_ppo_loss(
         return run(x, o)
     h = HeadInputs(hidden, weight, bias, ids, at)
     how = HeadOptions(cap, size, max_logits_bytes, with_entropy, compact, *needs)
-    backend = _backend.named() if not torch.compiler.is_compiling() else ""
+    backend = _backend.asked_for()
     loss, stats, *_ = _linear_ppo_loss(*h, *x, *how, *o, backend)
     names = loss_reference.stat_names(_named(x, h, how), o)
     return Loss(loss, dict(zip(names, stats.unbind(), strict=True)))
