@@ -31,6 +31,7 @@ from ppokern.linear.reference import Chunk, Head, Plan
 from ppokern.logprob import kernel_triton as logprob
 from ppokern.ppo_loss import kernel_triton as ppo_loss
 from ppokern.ppo_loss.reference import Inputs, Options, TokenSlopes
+from ppokern.reward import kernel_triton as reward
 
 ARCHS = (80, 90, 100)
 OPTIONS = ("num_warps", "maxnreg")
@@ -163,7 +164,7 @@ def logprob_calls(n: int = 3, v: int = 8192, temperature: float = 0.7) -> dict[s
 def linear_calls(n: int = 3, v: int = 5 * 4096, coef: float = 0.1) -> dict[str, Callable]:
     """Calls of the loss's pass over logits, from the least to all that can be asked for."""
 
-    def call(dtype: torch.dtype, width: int, everything: bool) -> None:
+    def call(dtype: torch.dtype, width: int, everything: bool, softcap: float | None) -> None:
         x, mask = torch.zeros(n), torch.ones(n, dtype=torch.bool)
         terms = {"old_logprobs": x, "advantages": x}
         terms |= {"weights": x, "ref_logprobs": x} if everything else {}
@@ -171,7 +172,7 @@ def linear_calls(n: int = 3, v: int = 5 * 4096, coef: float = 0.1) -> dict[str, 
         options = Options(coef, coef, None, False, 20.0, "sum", own, own, "k3", None, 1.0)
         slopes = TokenSlopes(Inputs(**terms), options, mask, torch.float32)
         weight, at = torch.zeros(width, 1, dtype=dtype), torch.ones(n if everything else ())
-        head = Head(weight, None, at, 30.0 if everything else None, width, torch.float32)
+        head = Head(weight, None, at, softcap, width, torch.float32)
         how = Plan(None, mask, everything, dtype, n, width, width, True)
         logits = torch.zeros(n, width, dtype=dtype)
         rows = torch.arange(n) if everything else slice(0, n)
@@ -180,15 +181,16 @@ def linear_calls(n: int = 3, v: int = 5 * 4096, coef: float = 0.1) -> dict[str, 
             x, x if everything else None,
         )  # fmt: skip
 
+    softcaps = {"": None, " entropy": None, " all": 30.0}
     return {
-        f"{str(dtype)[6:]} {word}{' all' if everything else ''}": (
-            lambda d=dtype, w=width, e=everything: call(d, w, e)
+        f"{str(dtype)[6:]} {word}{more}": (
+            lambda d=dtype, w=width, m=more: call(d, w, m != "", softcaps[m])
         )
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
         for word, width in {"aligned": v, "odd": v + 1, "long": 8 * v, "narrow": 64}.items()
-        for everything in (False, True)
-        if everything or word != "narrow"
-        if dtype != torch.float16 or (everything and word == "aligned")
+        for more in softcaps
+        if more or word != "narrow"
+        if dtype != torch.float16 or (more == " all" and word == "aligned")
     }
 
 
@@ -242,11 +244,45 @@ def ppo_loss_calls(b: int = 3, t: int = 200, clip: float = 0.2) -> dict[str, Cal
     }
 
 
+def whiten_calls(b: int = 3, t: int = 200, eps: float = 1e-8) -> dict[str, Callable]:
+    """Calls with and without a mask."""
+
+    def call(masked: bool) -> None:
+        x, mask = torch.zeros(b, t), torch.ones(b, t, dtype=torch.bool)
+        gae.whiten(x, mask if masked else None, not masked, eps, 1.0, None)
+
+    return {"whiten": lambda: call(False), "whiten all": lambda: call(True)}
+
+
+def reward_calls(b: int = 3, t: int = 200, kl_coef: float = 0.1) -> dict[str, Callable]:
+    """Calls for short, long and packed sequences."""
+
+    def call(length: int, everything: bool, packed: bool = False) -> None:
+        x, scores = torch.zeros(b, length), torch.zeros(b)
+        mask = torch.ones(b, length, dtype=torch.bool)
+        given = torch.ones(b, dtype=torch.bool) if everything else None
+        offsets = torch.arange(b + 1) * length if packed else None
+        if packed:
+            x, mask = x.view(-1), mask.view(-1)
+        reward.shaped_rewards(
+            scores, x, x, mask if everything else None, given, x if everything else None, offsets,
+            kl_coef, "k3",
+        )  # fmt: skip
+
+    return {
+        "short": lambda: call(40, False),
+        "long": lambda: call(t, False),
+        "long all": lambda: call(t, True),
+        "packed all": lambda: call(t, True, True),
+    }
+
+
 def configurations() -> dict[tuple[str, str], Launch]:
     """Return every different launch, by kernel and the first call that made it."""
     found: dict[Launch, tuple[str, str]] = {}
-    for calls in (logprob_calls(), linear_calls(), gae_calls(), ppo_loss_calls()):
-        for label, call in calls.items():
+    rooms = (logprob_calls, linear_calls, gae_calls, whiten_calls, ppo_loss_calls, reward_calls)
+    for calls in rooms:
+        for label, call in calls().items():
             with recorded() as launches:
                 call()
             for launch in launches:

@@ -26,6 +26,8 @@ ROOMS = (
     "linear_loss",
     "gae",
     "ppo_loss",
+    "whiten",
+    "reward",
     "token_math_triton",
     "logprob_triton",
     "linear_triton",
@@ -125,7 +127,17 @@ def keys(calls: Callable[..., dict[str, Callable]], *sizes: float) -> set:
     return set(launches)
 
 
-@pytest.mark.parametrize("calls", ["logprob_calls", "linear_calls", "gae_calls", "ppo_loss_calls"])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "logprob_calls",
+        "linear_calls",
+        "gae_calls",
+        "whiten_calls",
+        "ppo_loss_calls",
+        "reward_calls",
+    ],
+)
 def test_nothing_is_compiled_anew_for_another_size(calls: str) -> None:
     """Over 20 shapes and numbers, those that Triton looks at among them: 1, and multiples of 16."""
     make = getattr(report, calls)
