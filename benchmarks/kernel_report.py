@@ -34,6 +34,8 @@ from ppokern.ppo_loss.reference import Inputs, Options, TokenSlopes
 from ppokern.reward import kernel_triton as reward
 
 ARCHS = (80, 90, 100)
+AMD = "gfx942"  # MI300
+FIELDS = (r"\.vgpr_count", r"\.private_segment_fixed_size")  # of its assembly
 OPTIONS = ("num_warps", "maxnreg")
 TOOLS = Path(str(triton.__file__)).parent / "backends/nvidia/bin"
 REGISTERS, THREADS = 65536, 2048  # of a multiprocessor
@@ -67,8 +69,13 @@ class Compiled(NamedTuple):
 
 
 @cache
-def _backend(arch: int) -> Any:
-    return make_backend(GPUTarget("cuda", arch, 32))
+def _backend(arch: int | str) -> Any:
+    return make_backend(_target(arch))
+
+
+def _target(arch: int | str) -> GPUTarget:
+    on_amd = isinstance(arch, str)
+    return GPUTarget("hip", arch, 64) if on_amd else GPUTarget("cuda", arch, 32)
 
 
 @contextmanager
@@ -94,8 +101,7 @@ def recorded() -> Iterator[list[Launch]]:
         jit.JITFunction.run = original
 
 
-def compiled(launch: Launch, arch: int) -> Compiled:
-    """Compile a launch for an architecture and look at what came out."""
+def _compile(launch: Launch, arch: int | str) -> Any:
     names = [p.name for p in launch.kernel.params]
     kinds = [kind for kind, _ in launch.specialization]
     constants = {(i,): launch.constants[i] for i, k in enumerate(kinds) if k == "constexpr"}
@@ -105,11 +111,24 @@ def compiled(launch: Launch, arch: int) -> Compiled:
         if isinstance(hint, str)
     }
     source = ASTSource(launch.kernel, dict(zip(names, kinds, strict=True)), constants, hints)
-    result = triton.compile(
-        source,
-        target=GPUTarget("cuda", arch, 32),
-        options=dict(zip(OPTIONS, launch[-2:], strict=True)),
-    )
+    options = dict(zip(OPTIONS, launch[-2:], strict=True))
+    if arch == AMD:
+        options["num_warps"] = min(launch.warps, 8)  # of 64 lanes, as the launchers have them there
+    return triton.compile(source, target=_target(arch), options=options)
+
+
+def compiled_for_amd(launch: Launch) -> tuple[int, int, int]:
+    """Compile a launch for an AMD GPU; return registers, bytes of stack and shared memory."""
+    result = _compile(launch, AMD)
+    code = result.asm["amdgcn"]
+    found = (re.search(rf"{field}: +(\d+)", code) for field in FIELDS)
+    registers, stack = (int(match[1]) if match else -1 for match in found)
+    return registers, stack, result.metadata.shared
+
+
+def compiled(launch: Launch, arch: int) -> Compiled:
+    """Compile a launch for an architecture and look at what came out."""
+    result = _compile(launch, arch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])
         file.flush()
@@ -293,15 +312,18 @@ def configurations() -> dict[tuple[str, str], Launch]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arch", type=int, choices=ARCHS, action="append")
-    archs = parser.parse_args().arch or ARCHS
+    parser.add_argument("--arch", choices=[*map(str, ARCHS), AMD], action="append")
+    wanted = parser.parse_args().arch
     print(f"triton {triton.__version__}")
     titles = ("registers", "stack", "shared", "resident", "wide", "narrow")
-    print(f"{'kernel':32} {'first call':22} sm_  {' '.join(f'{t:>9}' for t in titles)}")
+    print(f"{'kernel':26} {'first call':24} {'':6} {' '.join(f'{t:>9}' for t in titles)}")
     for (name, label), launch in configurations().items():
-        for arch in archs:
-            numbers = compiled(launch, arch)[:-1]
-            print(f"{name:32} {label:22} {arch:<4} {' '.join(f'{x:9}' for x in numbers)}")
+        for arch in (*ARCHS, AMD):
+            if wanted and str(arch) not in wanted:
+                continue
+            on_amd = isinstance(arch, str)
+            numbers = compiled_for_amd(launch) if on_amd else compiled(launch, arch)[:-1]
+            print(f"{name:26} {label:24} {arch:<6} {' '.join(f'{x:9}' for x in numbers)}")
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ from ppokern.logprob import kernel_triton as rows_of
 from ppokern.ppo_loss import kernel_triton as losses
 from ppokern.ppo_loss.reference import TokenSlopes
 
+_AMD = torch.version.hip is not None
 # Logits of a tile (8 a thread, in 16 bits one vector), warps, programs of a multiprocessor: two
 # where their rows stay in the cache, so that one reads while the other adds up its lanes.
-SHORT, LONG = (2048, 8, 2), (4096, 16, 1)
+SHORT, LONG = (2048, 8, 2), (4096, 8 if _AMD else 16, 1)  # AMD's warps have 64 lanes
 # Registers of a thread that let those programs fit: asked for by itself, the compiler spills some.
-REGISTERS = {} if torch.version.hip else {"maxnreg": 128}  # a word that AMD's does not know
+REGISTERS = {} if _AMD else {"maxnreg": 128}  # a word that AMD's does not know
 TILES = 4  # read at a time, so that enough is under way while few rows are
 
 
