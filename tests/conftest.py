@@ -28,6 +28,11 @@ SIZES = {
     ("ppokern.logprob.kernel_triton", "TILE"): 2**15,
     ("ppokern.gae.kernel_triton", "SHORT"): (16, 8),
     ("ppokern.gae.kernel_triton", "LONG"): (16, 512),
+    ("ppokern.gae.kernel_triton", "PARTIALS"): 1,
+    ("ppokern.linear.kernel_triton", "SHORT"): (2**15, 8, 2),
+    ("ppokern.linear.kernel_triton", "LONG"): (2**15, 8, 1),
+    ("ppokern.reward.kernel_triton", "SHORT"): (4, 4),
+    ("ppokern.reward.kernel_triton", "LONG"): (1, 4),
 }
 
 

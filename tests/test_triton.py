@@ -133,6 +133,15 @@ def test_what_the_gate_measures() -> None:
     assert report.compiled(unaligned, ARCHS[0]).wide == 0
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(len(ARCHS) == 1, reason="make triton compiles for all")
+@pytest.mark.parametrize("name", LAUNCHES if not INTERPRETED else (), ids=": ".join)
+def test_every_configuration_compiles_for_amd(name: tuple[str, str]) -> None:
+    registers, stack, shared = report.compiled_for_amd(LAUNCHES[name])
+    assert 0 < registers <= 256 and stack == 0
+    assert shared <= 16 * 1024
+
+
 def keys(calls: Callable[..., dict[str, Callable]], *sizes: float) -> set:
     with report.recorded() as launches:
         for call in calls(*sizes).values():
@@ -143,7 +152,17 @@ def keys(calls: Callable[..., dict[str, Callable]], *sizes: float) -> set:
 SIZES = (1, 2, 3, 4, 5, 7, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 127, 128, 200, 256)
 
 
-@pytest.mark.parametrize("calls", ["logprob_calls", "gae_calls", "ppo_loss_calls"])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "logprob_calls",
+        "linear_calls",
+        "gae_calls",
+        "whiten_calls",
+        "ppo_loss_calls",
+        "reward_calls",
+    ],
+)
 def test_nothing_is_compiled_anew_for_another_size(calls: str) -> None:
     """Over 20 shapes and numbers, those that Triton looks at among them: 1, and multiples of 16."""
     make = getattr(report, calls)
@@ -152,6 +171,8 @@ def test_nothing_is_compiled_anew_for_another_size(calls: str) -> None:
     for i, n in enumerate(SIZES):
         if calls == "logprob_calls":
             assert keys(make, n, 8192, 0.1 * (i + 1)) <= first
+        elif calls == "linear_calls":
+            assert keys(make, n, 5 * 4096, 0.1 * (i + 1)) <= first
         else:
             assert keys(make, n, 65 + 16 * i, 1 / (i + 1)) <= first
             assert keys(make, i + 1, 64 + n, 1.0) <= first

@@ -16,6 +16,11 @@ KERNELS = {
     "cpu": kernel_native.gae,
     "triton": "ppokern.gae.kernel_triton:gae",
 }
+WHITEN_KERNELS = {
+    "torch": reference.whiten,
+    "cpu": reference.whiten,  # torch's own reductions are at the memory's speed
+    "triton": "ppokern.gae.kernel_triton:whiten",
+}
 
 
 class Advantages(NamedTuple):
@@ -205,7 +210,7 @@ def gae(
         bootstrap = None if terminated is None else ~terminated
         if truncated is not None:
             continues = ~truncated if bootstrap is None else bootstrap & ~truncated
-    backend = _backend.named() if not torch.compiler.is_compiling() else ""
+    backend = _backend.asked_for()
     return Advantages(
         *_gae_op(
             _check.constant(rewards),
@@ -226,9 +231,10 @@ def gae(
 
 
 def _whiten(
-    x: Tensor, mask: Tensor | None, shift_mean: bool, eps: float, correction: float
+    x: Tensor, mask: Tensor | None, shift_mean: bool, eps: float, correction: float, backend: str
 ) -> Tensor:
-    return reference.whiten(x, mask, shift_mean, eps, correction)
+    kernel = _backend.select("whiten", WHITEN_KERNELS, backend, x.device, _check.arithmetic(x))
+    return kernel(x, mask, shift_mean, eps, correction, None)
 
 
 def _whiten_fake(x: Tensor, *rest: Any) -> Tensor:
@@ -277,6 +283,10 @@ def whiten(
     _check.number("eps", eps, 0)
     _check.number("correction", correction, 0)
     options = bool(shift_mean), float(eps), float(correction)
-    if group is not None:  # a schema has no process groups; the compiler knows collectives
+    backend = _backend.asked_for()
+    if group is None:
+        return _whiten_op(x.detach(), mask, *options, backend)
+    if torch.compiler.is_compiling():  # a schema has no process groups; it knows collectives
         return reference.whiten(x.detach(), mask, *options, group)
-    return _whiten_op(x.detach(), mask, *options)
+    kernel = _backend.select("whiten", WHITEN_KERNELS, backend, x.device, _check.arithmetic(x))
+    return kernel(x.detach(), mask, *options, group)
