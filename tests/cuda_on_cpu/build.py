@@ -31,7 +31,7 @@ def gcc(*arguments: object) -> None:
 
 
 def build(name: str, sources: list[Path], sanitize: bool, flags: list[str]) -> Path:
-    """Return the program or module made of the sources, each compiled where it or a header is newer."""
+    """Return the program or module made of the sources; what is up to date stays."""
     folder = ROOT / "build" / "cuda_on_cpu" / ("sanitize" if sanitize else "plain")
     folder.mkdir(parents=True, exist_ok=True)
     how = SANITIZE if sanitize else PLAIN
