@@ -44,7 +44,7 @@ $(SANITIZED): $(READY) $(CSRC)
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.h %.cpp,$(CSRC))
+	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.h %.cpp %.cu %.cuh,$(CSRC))
 
 types: $(READY)
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)

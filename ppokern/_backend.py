@@ -24,14 +24,26 @@ NAMES = ("torch", "cpu", "triton", "cuda")
 _FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _load_native() -> ModuleType | None:
+# For each op the default for CUDA tensors, the first that is there. Unmeasured: no run on a GPU has
+# compared them yet.
+ON_CUDA = {
+    "selected_logprobs": ("triton", "cuda"),
+    "linear_selected_logprobs": ("triton", "cuda"),
+    "linear_ppo_loss": ("triton", "cuda"),
+    "gae": ("triton", "cuda"),
+    "ppo_loss": ("triton", "cuda"),
+}
+
+
+def _load(name: str) -> ModuleType | None:
     try:
-        return importlib.import_module("ppokern._native")
+        return importlib.import_module(name)
     except ImportError:
         return None
 
 
-native = _load_native()  # the C++ kernels, None where they were not built
+native = _load("ppokern._native")  # the C++ kernels, None where they were not built
+cuda = _load("ppokern._cuda")  # the CUDA kernels, the same; there without a driver too
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it once too
 # os.environ raises an error and catches it where there is no such variable: 4 us
 _environment = os.environ.get if native is None else native.getenv
@@ -41,8 +53,10 @@ _named: ContextVar[str | None] = ContextVar("ppokern_backend", default=None)
 def available_backends() -> tuple[str, ...]:
     """Return the names of the backends that this installation can run, `torch` first."""
     cpu = ("cpu",) if native is not None else ()
-    triton = ("triton",) if _has_triton() and (_INTERPRETED or torch.cuda.is_available()) else ()
-    return ("torch", *cpu, *triton)
+    on_gpu = torch.cuda.is_available()
+    triton = ("triton",) if _has_triton() and (_INTERPRETED or on_gpu) else ()
+    of_cuda = ("cuda",) if cuda is not None and on_gpu else ()
+    return ("torch", *cpu, *triton, *of_cuda)
 
 
 @cache
@@ -63,9 +77,12 @@ def _check_name(source: str, name: str) -> str:
     if name not in NAMES:
         raise ValueError(f"{source}: expected one of {NAMES}, got {name!r}")
     if name not in available_backends():
-        need = " (it needs Triton and CUDA, or TRITON_INTERPRET=1 from the start)"
+        needs = {
+            "triton": " (it needs Triton and a GPU, or TRITON_INTERPRET=1 from the start)",
+            "cuda": " (it needs a GPU, and an installation that found nvcc)",
+        }
         raise ValueError(
-            f"{source}: backend {name!r} is not available here{need if name == 'triton' else ''}; "
+            f"{source}: backend {name!r} is not available here{needs.get(name, '')}; "
             f"available: {available_backends()}"
         )
     return name
@@ -109,7 +126,7 @@ def select(
     """Return the kernel of `op` for a device and an arithmetic dtype.
 
     Args:
-        op: the public name, for the message.
+        op: the public name.
         kernels: the room's table; a path, as of `pkgutil.resolve_name`, stands for what is there.
         name: the backend asked for, empty for the default.
         device: where the tensors are.
@@ -124,7 +141,11 @@ def select(
             able.append("cpu")
         if "triton" in kernels and _runs_triton(device, name):
             able.append("triton")
-    name = name or able[-1]  # in the order of speed
+        if device.type == "cuda" and cuda and "cuda" in kernels:
+            able.append("cuda")
+    if not name:
+        best = ON_CUDA.get(op, ()) if device.type == "cuda" else ("cpu",)
+        name = next((n for n in best if n in able), "torch")
     if name not in able:
         raise ValueError(
             f"{op}: backend {name!r} cannot do {dtype} on {device.type}; can: {', '.join(able)}"
