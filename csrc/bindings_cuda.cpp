@@ -6,6 +6,7 @@
 
 PYBIND11_MODULE(_cuda, m) {
   const py::call_guard<py::gil_scoped_release> release;
+  m.def("gae", gae_fields(&gae_cuda), release);
   m.def("logprob_segments", &logprob_segments_cuda);
   m.def("logprob_forward", logprob_forward_fields(&logprob_forward_cuda), release);
   m.def("logprob_backward", logprob_backward_fields(&logprob_backward_cuda), release);

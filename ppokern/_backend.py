@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,7 +24,6 @@ Kernel = TypeVar("Kernel")
 NAMES = ("torch", "cpu", "triton", "cuda")
 _FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-
 # For each op the default for CUDA tensors, the first that is there. Unmeasured: no run on a GPU has
 # compared them yet.
 ON_CUDA = {
@@ -37,13 +37,17 @@ ON_CUDA = {
 
 def _load(name: str) -> ModuleType | None:
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(f"ppokern.{name}")
     except ImportError:
         return None
 
 
-native = _load("ppokern._native")  # the C++ kernels, None where they were not built
-cuda = _load("ppokern._cuda")  # the CUDA kernels, the same; there without a driver too
+# in tests, a folder with the CUDA kernels as g++ compiles them, which run on CPU tensors
+_CUDA_ON_CPU = os.environ.get("PPOKERN_CUDA_ON_CPU", "")
+if _CUDA_ON_CPU:
+    sys.modules["ppokern"].__path__.insert(0, _CUDA_ON_CPU)
+native = _load("_native")  # the C++ kernels, None where they were not built
+cuda = _load("_cuda")  # the CUDA kernels, None where they were not built
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it once too
 # os.environ raises an error and catches it where there is no such variable: 4 us
 _environment = os.environ.get if native is None else native.getenv
@@ -53,10 +57,10 @@ _named: ContextVar[str | None] = ContextVar("ppokern_backend", default=None)
 def available_backends() -> tuple[str, ...]:
     """Return the names of the backends that this installation can run, `torch` first."""
     cpu = ("cpu",) if native is not None else ()
-    on_gpu = torch.cuda.is_available()
-    triton = ("triton",) if _has_triton() and (_INTERPRETED or on_gpu) else ()
-    of_cuda = ("cuda",) if cuda is not None and on_gpu else ()
-    return ("torch", *cpu, *triton, *of_cuda)
+    on_cuda = torch.cuda.is_available()
+    triton = ("triton",) if _has_triton() and (_INTERPRETED or on_cuda) else ()
+    compiled = ("cuda",) if cuda is not None and (_CUDA_ON_CPU or on_cuda) else ()
+    return ("torch", *cpu, *triton, *compiled)
 
 
 @cache
@@ -78,8 +82,8 @@ def _check_name(source: str, name: str) -> str:
         raise ValueError(f"{source}: expected one of {NAMES}, got {name!r}")
     if name not in available_backends():
         needs = {
-            "triton": " (it needs Triton and a GPU, or TRITON_INTERPRET=1 from the start)",
-            "cuda": " (it needs a GPU, and an installation that found nvcc)",
+            "triton": " (it needs Triton and CUDA, or TRITON_INTERPRET=1 from the start)",
+            "cuda": " (it needs CUDA, and a package that was built where nvcc was)",
         }
         raise ValueError(
             f"{source}: backend {name!r} is not available here{needs.get(name, '')}; "
@@ -139,12 +143,12 @@ def select(
     if dtype in _FAST_DTYPES:
         if device.type == "cpu" and native and "cpu" in kernels:
             able.append("cpu")
-        if "triton" in kernels and _runs_triton(device, name):
-            able.append("triton")
-        if device.type == "cuda" and cuda and "cuda" in kernels:
+        if "cuda" in kernels and cuda and _runs(device, name, "cuda", bool(_CUDA_ON_CPU)):
             able.append("cuda")
+        if "triton" in kernels and _has_triton() and _runs(device, name, "triton", _INTERPRETED):
+            able.append("triton")
     if not name:
-        best = ON_CUDA.get(op, ()) if device.type == "cuda" else ("cpu",)
+        best = ON_CUDA[op] if device.type == "cuda" else ("cpu",)
         name = next((n for n in best if n in able), "torch")
     if name not in able:
         raise ValueError(
@@ -157,7 +161,6 @@ def select(
 _at_path = cache(pkgutil.resolve_name)
 
 
-def _runs_triton(device: torch.device, name: str) -> bool:
-    """Return whether Triton runs there: on the CPU interpreted, slowly, so by name only."""
-    by_name = _INTERPRETED and name == "triton"
-    return (by_name if device.type == "cpu" else device.type == "cuda") and _has_triton()
+def _runs(device: torch.device, name: str, backend: str, on_cpu: bool) -> bool:
+    """Return whether kernels for CUDA run there: on the CPU slowly, in tests, so by name only."""
+    return (on_cpu and name == backend) if device.type == "cpu" else device.type == "cuda"

@@ -6,6 +6,7 @@ stream of the current device.
 
 from typing import Any
 
+def gae(*fields: Any) -> None: ...  # an int; a stream
 def logprob_segments(vocab_size: int, /) -> int: ...
 def logprob_forward(*fields: Any) -> None: ...  # (segments, 4) floats for each row; a stream
 def logprob_backward(*fields: Any) -> None: ...  # a stream
