@@ -100,7 +100,6 @@ __global__ void __launch_bounds__(kThreads, kResident<kSoftcap>)
 __device__ inline LogprobRow found_of(const Exps<true>& rest, float own, float inverse,
                                       bool with_entropy) {
   const float top = fmaxf(rest.top, own), base = finite_top(top), in_bits = inverse * kLog2E;
-  const float fall = tempered_logit(rest.top, base, in_bits);
   const float own_bits = tempered_logit(own, base, in_bits), own_exp = exp2f(own_bits);
   Exps<true> others = rest;
   others.raise(top, in_bits);
@@ -124,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
       Exps<true> exps;
       for (int i = lane_of_thread(); i < segments; i += kWarp) {
         const float4 partial = partials[items.row * segments + i];
-        exps.add({partial.x, partial.y, partial.z}, in_bits);
+        exps.add(Exps<true>{partial.x, partial.y, partial.z}, in_bits);
       }
       exps = exps.of_warp(in_bits);
       if (own < 0) {
@@ -280,12 +279,23 @@ int blocks_for(int64_t items, int resident) {
   return std::min((items + kWarps - 1) / kWarps, most);
 }
 
-void check_width(int64_t width) {
-  if (width > kWidest) throw std::invalid_argument("logits: expected at most 2^30 columns");
-}
-
 bool is_aligned(const Rows& rows, int64_t element_bytes) {
   return !rows.offsets && misalignment(rows.data) == 0 && rows.stride * element_bytes % 16 == 0;
+}
+
+void move_up(const LogprobBackwardArgs& args, void* stream) {
+  const int element = args.tokens.type == kFloat ? 4 : 2;
+  const int64_t bytes = args.width * element;
+  const bool whole = is_aligned(args.out, element) && bytes % 16 == 0;
+  const auto move = whole ? &launch<move_up_kernel<uint4>, TokenLogits, Rows, int, int64_t>
+                          : &launch<move_up_kernel<uint16_t>, TokenLogits, Rows, int, int64_t>;
+  const int64_t units = bytes / (whole ? 16 : 2);
+  move((units + kThreads - 1) / kThreads, kThreads, 0, stream, args.tokens, args.out, element,
+       units);
+}
+
+void check_width(int64_t width) {
+  if (width > kWidest) throw std::invalid_argument("logits: expected at most 2^30 columns");
 }
 
 }  // namespace
@@ -294,13 +304,14 @@ bool is_aligned(const Rows& rows, int64_t element_bytes) {
 namespace ppokern {
 
 int64_t logprob_segments_cuda(int64_t vocab_size) {
-  return (vocab_size + cuda::kSegment - 1) / cuda::kSegment;
+  return std::max<int64_t>((vocab_size + cuda::kSegment - 1) / cuda::kSegment, 1);
 }
 
 void logprob_forward_cuda(const LogprobForwardArgs& args, float* partials, void* stream) {
   using namespace cuda;
   const TokenLogits& tokens = args.tokens;
   check_width(tokens.vocab_size);
+  if (tokens.rows == 0) return;
   const int segments = logprob_segments_cuda(tokens.vocab_size);
   const auto to = reinterpret_cast<float4*>(partials);
   with_types(tokens, args.entropy.data, [&](auto entropy, auto softcap, auto type) {
@@ -316,6 +327,7 @@ void logprob_backward_cuda(const LogprobBackwardArgs& args, void* stream) {
   using namespace cuda;
   const TokenLogits& tokens = args.tokens;
   check_width(args.width);
+  if (tokens.rows == 0 || args.width == 0) return;
   with_types(tokens, args.grad_entropy.data, [&](auto entropy, auto softcap, auto type) {
     using T = decltype(type);
     constexpr bool kEntropy = decltype(entropy)::value, kSoftcap = decltype(softcap)::value;
@@ -324,18 +336,8 @@ void logprob_backward_cuda(const LogprobBackwardArgs& args, void* stream) {
     const int pieces = (columns + kSegment - 1) / kSegment;
     const int blocks = blocks_for(tokens.rows * pieces, kResident<kSoftcap>);
     launch<gradient_kernel<kEntropy, kSoftcap, T>>(blocks, kThreads, 0, stream, args, pieces);
-    if (!args.compact) return;
-    const int64_t bytes = args.width * sizeof(T);
-    const bool whole = aligned && bytes % 16 == 0;
-    const int64_t units = bytes / (whole ? 16 : 2);
-    const int strips = (units + kThreads - 1) / kThreads, element = sizeof(T);
-    if (whole) {
-      launch<move_up_kernel<uint4>>(strips, kThreads, 0, stream, tokens, args.out, element, units);
-    } else {
-      launch<move_up_kernel<uint16_t>>(strips, kThreads, 0, stream, tokens, args.out, element,
-                                       units);
-    }
   });
+  if (args.compact) move_up(args, stream);
 }
 
 }  // namespace ppokern
