@@ -25,8 +25,9 @@ namespace ppokern::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kCheckers = 1024;
+constexpr int kResident = 4;  // blocks of a multiprocessor
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr int kVector = 4;  // steps that are read or written at once where they lie so
+constexpr int kSteps = 4;  // that a thread takes at a time, at once where they lie so
 
 // Some steps as seen from before them: A = delta + decay * (A of the step behind them).
 struct Map {
@@ -44,11 +45,12 @@ struct Map {
 // The same for what the delta of a step needs to know of those behind it.
 struct Behind {
   bool unmasked = false;  // there is a transition
-  bool counts = false;    // there is a step whose value counts
-  float value = 0;        // that of the nearest
+  bool counts = false;    // masked, these are steps of value 0 before any transition
+  float value = 0;        // of the nearest step
 
   __device__ Behind over(const Behind& behind) const {
-    return {unmasked || behind.unmasked, counts || behind.counts, counts ? value : behind.value};
+    const bool passed = !unmasked && !(counts && behind.unmasked);
+    return {unmasked || behind.unmasked, counts || behind.counts, passed ? behind.value : value};
   }
 
   __device__ Behind shuffled(unsigned mask, int lane) const {
@@ -58,10 +60,9 @@ struct Behind {
 };
 
 // The threads that share a sequence: kLanes neighbouring ones of each of kTeamWarps warps.
-template <int kLanes_, int kTeamWarps_, int kSteps_>
+template <int kLanes_, int kTeamWarps_>
 struct Team {
   static constexpr int kLanes = kLanes_, kTeamWarps = kTeamWarps_;
-  static constexpr int kSteps = kSteps_;       // that a thread takes at a time
   static constexpr int kOfWarp = 32 / kLanes;  // teams that share a warp
   static constexpr int kOfBlock = kOfWarp * kWarps / kTeamWarps;
   static constexpr int kTile = kLanes * kTeamWarps * kSteps;
@@ -70,7 +71,7 @@ struct Team {
   const int first_lane = threadIdx.x % 32 - lane;
   const unsigned mask = (kLanes == 32 ? ~0u : (1u << kLanes % 32) - 1) << first_lane;
   const int warp = threadIdx.x / 32 % kTeamWarps;
-  const int first_warp = threadIdx.x / 32 - warp;
+  const int first_warp = kTeamWarps == kWarps ? 0 : threadIdx.x / 32 - warp;
 
   __device__ int64_t sequence() const {
     return int64_t{blockIdx.x} * kOfBlock + first_warp / kTeamWarps * kOfWarp + first_lane / kLanes;
@@ -114,60 +115,68 @@ struct Team {
   }
 };
 
+// A thread's steps of a tensor.
 template <class T>
-struct alignas(kVector * sizeof(T)) Vector {
-  T at[kVector];
+struct alignas(kSteps * sizeof(T)) Steps {
+  T at[kSteps];
 };
 
-// Uses kVector steps of a tensor from `first` on: all at once, or each that lies in [begin, end).
-template <class T, class AllAtOnce, class Each>
-__device__ inline void for_steps(const View<T>& view, int64_t row, int64_t first, int64_t begin,
-                                 int64_t end, AllAtOnce all_at_once, Each each) {
-  T* const at = view.at(row, first);
-  if (view.step_stride == 1 && reinterpret_cast<uintptr_t>(at) % sizeof(Vector<T>) == 0 &&
-      begin <= first && first + kVector <= end) {
-    all_at_once(at);
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    if (begin <= first + i && first + i < end) each(at + i * view.step_stride, i);
-  }
-}
+// Where a thread's steps are: those from `first` on, of which the sequence has [low, high).
+struct Place {
+  int64_t row, first;
+  int low, high;
 
-template <int kSteps, class T>
-__device__ inline void load(const View<const T>& view, int64_t row, int64_t first, int64_t begin,
-                            int64_t end, T (&to)[kSteps]) {
-  if (view.data == nullptr) return;
-#pragma unroll
-  for (int k = 0; k < kSteps; k += kVector) {
-    for_steps(
-        view, row, first + k, begin, end,
-        [&](const T* from) {
-          const auto all = *reinterpret_cast<const Vector<T>*>(from);
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) to[k + i] = all.at[i];
-        },
-        [&](const T* from, int i) { to[k + i] = *from; });
+  __device__ Place(int64_t row, int64_t first, int64_t begin, int64_t end)
+      : row(row),
+        first(first),
+        low(first < begin ? kSteps : 0),
+        high(static_cast<int>(min(end - first, int64_t{kSteps}))) {
+    if (low) low = static_cast<int>(min(begin - first, int64_t{kSteps}));
   }
-}
 
-template <int kSteps>
-__device__ inline void store(const View<float>& view, int64_t row, int64_t first, int64_t begin,
-                             int64_t end, const float (&from)[kSteps]) {
-#pragma unroll
-  for (int k = 0; k < kSteps; k += kVector) {
-    for_steps(
-        view, row, first + k, begin, end,
-        [&](float* to) {
-          Vector<float> all;
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) all.at[i] = from[k + i];
-          *reinterpret_cast<Vector<float>*>(to) = all;
-        },
-        [&](float* to, int i) { *to = from[k + i]; });
+  __device__ bool has(int k) const { return low <= k && k < high; }
+
+  template <class T>
+  __device__ bool is_one_access(const View<T>& view, T* at) const {
+    return view.step_stride == 1 && reinterpret_cast<uintptr_t>(at) % sizeof(Steps<T>) == 0 &&
+           low == 0 && high == kSteps;
   }
-}
+
+  // The others become `filler`.
+  template <class T>
+  __device__ Steps<T> load(const View<const T>& view, T filler) const {
+    Steps<T> all = {filler, filler, filler, filler};
+    if (view.data == nullptr) return all;
+    const T* const at = view.at(row, first);
+    if (is_one_access(view, at)) return *reinterpret_cast<const Steps<T>*>(at);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (has(k)) all.at[k] = at[k * view.step_stride];
+    }
+    return all;
+  }
+
+  // A bit for each step.
+  __device__ unsigned load_flags(const View<const uint8_t>& view) const {
+    const auto all = load<uint8_t>(view, 1);
+    unsigned flags = 0;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) flags |= (all.at[k] != 0u) << k;
+    return flags;
+  }
+
+  __device__ void store(const View<float>& view, const Steps<float>& all) const {
+    float* const at = view.at(row, first);
+    if (is_one_access(view, at)) {  // nvcc takes an assignment apart
+      const float4 vector = make_float4(all.at[0], all.at[1], all.at[2], all.at[3]);
+      return __stcg(reinterpret_cast<float4*>(at), vector);
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (has(k)) at[k * view.step_stride] = all.at[k];
+    }
+  }
+};
 
 // Of packed sequences that are none.
 __device__ inline void fill_with_nan(const GaeArgs& args) {
@@ -178,8 +187,8 @@ __device__ inline void fill_with_nan(const GaeArgs& args) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) gae_kernel(GaeArgs args, const int* malformed) {
-  constexpr int kSteps = T::kSteps;
+__global__ void __launch_bounds__(kThreads, kResident)
+    gae_kernel(GaeArgs args, const int* malformed) {
   __shared__ Behind behind_of_warps[kWarps][T::kOfWarp];
   __shared__ Map map_of_warps[kWarps][T::kOfWarp];
   if (malformed && *malformed) return fill_with_nan(args);
@@ -188,76 +197,85 @@ __global__ void __launch_bounds__(kThreads) gae_kernel(GaeArgs args, const int* 
   const int64_t sequence = team.sequence();
   const bool there = sequence < args.sequences;
   int64_t row = there ? sequence : 0, begin = 0, end = args.steps;
-  float last_value = 0;
-  if (there && args.last_values.data) last_value = *args.last_values.at(sequence, 0);
+  Behind behind;
+  if (there && args.last_values.data) behind.value = *args.last_values.at(sequence, 0);
   if (args.cu_seqlens.data) {
+    row = 0;
     begin = there ? args.cu_seqlens.data[sequence] : 0;
     end = there ? args.cu_seqlens.data[sequence + 1] : 0;
-    row = 0;
   }
-  // tiles begin where the results can be written in vectors
-  int64_t origin = begin;
+  // tiles begin where the results can be written at once
+  int64_t tile = begin;
   if (args.advantages.step_stride == 1) {
     const auto address = reinterpret_cast<uintptr_t>(args.advantages.at(row, begin));
-    origin -= address / sizeof(float) % kVector;
+    tile -= address / sizeof(float) % kSteps;
   }
-  const int64_t tiles = (end - origin + T::kTile - 1) / T::kTile;
+  tile += (end - tile + T::kTile - 1) / T::kTile * T::kTile;
   if (!there) end = begin;
 
-  Behind behind;
   Map map_behind;
-  for (int64_t tile = tiles; tile-- > 0;) {
-    const int64_t first = team.first_step(origin + tile * T::kTile);
-    float reward[kSteps] = {}, value[kSteps] = {}, next_value[kSteps] = {};
-    uint8_t mask[kSteps], bootstrap[kSteps], continues[kSteps];
+  while (tile > begin) {
+    tile -= T::kTile;
+#if defined(__CUDA_ARCH__)
+    asm volatile("" : "+l"(row));  // addresses made anew: sixteen of them would take registers
+#endif
+    const Place place(row, team.first_step(tile), begin, end);
+    unsigned inside = 0;
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) mask[k] = bootstrap[k] = continues[k] = 1;
-    load(args.rewards, row, first, begin, end, reward);
-    load(args.values, row, first, begin, end, value);
-    load(args.mask, row, first, begin, end, mask);
-    load(args.bootstrap, row, first, begin, end, bootstrap);
-    load(args.continues, row, first, begin, end, continues);
-    load(args.next_values, row, first, begin, end, next_value);
+    for (int k = 0; k < kSteps; ++k) inside |= unsigned{place.has(k)} << k;
+    Steps<float> reward = place.load(args.rewards, 0.0f), value = place.load(args.values, 0.0f);
+    const auto next_value = place.load(args.next_values, 0.0f);
+    const unsigned mask = inside & place.load_flags(args.mask);
+    const unsigned bootstraps = place.load_flags(args.bootstrap) | ~mask;
+    const unsigned goes_on = place.load_flags(args.continues) | ~mask;
+    const unsigned lacking = args.next_values.data ? goes_on & ~bootstraps : goes_on ^ bootstraps;
+    const auto step = [&](int k) {
+      return Behind{(mask >> k & 1) != 0, args.masked_are_steps, value.at[k]};
+    };
 
-    Behind step[kSteps], own;
+    Behind own;
 #pragma unroll
     for (int k = kSteps; k-- > 0;) {
-      const bool inside = begin <= first + k && first + k < end;
-      step[k].unmasked = inside && mask[k];
-      step[k].counts = args.masked_are_steps ? inside : step[k].unmasked;
-      reward[k] = step[k].unmasked ? reward[k] : 0;
-      step[k].value = value[k] = step[k].unmasked ? value[k] : 0;
-      own = step[k].over(own);
+      if (~mask >> k & 1) reward.at[k] = value.at[k] = 0;
+      own = step(k).over(own);
     }
     Behind here = team.scan(own, behind, behind_of_warps);
 
-    Map map[kSteps], own_map;
+    float delta[kSteps] = {};
+    unsigned taken = 0, follows = 0;  // steps that are none leave what is behind them as it is
+    const auto map = [&](int k) {
+      if (~taken >> k & 1) return Map{};
+      return Map{follows >> k & 1 ? double{args.decay} : 0, delta[k]};
+    };
+    Map own_map;
 #pragma unroll
     for (int k = kSteps; k-- > 0;) {
-      const bool unmasked = step[k].unmasked, last = !here.unmasked;
-      const bool bootstraps = bootstrap[k] || !unmasked, goes_on = continues[k] || !unmasked;
-      float next = last ? last_value : here.value;
-      if (args.next_values.data && unmasked) next = next_value[k];
-      const bool lacking = args.next_values.data ? goes_on && !bootstraps : goes_on != bootstraps;
-      if (unmasked || (step[k].counts && !last)) {
-        const float delta = gae_delta(reward[k], value[k], bootstraps ? next : 0, args.gamma);
-        map[k].delta = lacking && !last ? kNan : delta;
-        map[k].decay = goes_on && !last ? args.decay : 0;
+      const unsigned bit = 1u << k;
+      float next = args.next_values.data && mask & bit ? next_value.at[k] : here.value;
+      if (~bootstraps & bit) next = 0;
+      delta[k] = gae_delta(reward.at[k], value.at[k], next, args.gamma);
+      if (here.unmasked) {
+        if (lacking & bit) delta[k] = kNan;
+        if (args.masked_are_steps) taken |= bit;
+        follows |= goes_on & bit;
       }
-      own_map = map[k].over(own_map);
-      here = step[k].over(here);
+      taken |= mask & bit;
+      own_map = map(k).over(own_map);
+      here = step(k).over(here);
     }
     double advantage = team.scan(own_map, map_behind, map_of_warps).delta;
 
-    float advantages[kSteps], returns[kSteps];
+    Steps<float> advantages = {}, returns = {};
 #pragma unroll
     for (int k = kSteps; k-- > 0;) {
-      advantage = gae_step(map[k].delta, map[k].decay, advantage);
-      advantages[k] = step[k].unmasked ? static_cast<float>(advantage) : 0;
-      returns[k] = step[k].unmasked ? advantages[k] + value[k] : 0;
+      advantage = gae_step(map(k).delta, map(k).decay, advantage);
+      if (mask >> k & 1) {
+        advantages.at[k] = static_cast<float>(advantage);
+        returns.at[k] = advantages.at[k] + value.at[k];
+      }
     }
-    store(args.advantages, row, first, begin, end, advantages);
-    store(args.returns, row, first, begin, end, returns);
+    place.store(args.advantages, advantages);
+    place.store(args.returns, returns);
   }
 }
 
@@ -293,13 +311,13 @@ void gae_cuda(const GaeArgs& args, int* malformed, void* stream) {
   }
   const int64_t length = packed && args.sequences ? args.steps / args.sequences : args.steps;
   if (!packed && args.advantages.step_stride > 1) {
-    start<Team<1, kWarps, 8>>(args, malformed, stream);
+    start<Team<1, kWarps>>(args, malformed, stream);
   } else if (length <= 64) {
-    start<Team<8, 1, 4>>(args, malformed, stream);
+    start<Team<8, 1>>(args, malformed, stream);
   } else if (length <= 512) {
-    start<Team<32, 1, 4>>(args, malformed, stream);
+    start<Team<32, 1>>(args, malformed, stream);
   } else {
-    start<Team<32, kWarps, 4>>(args, malformed, stream);
+    start<Team<32, kWarps>>(args, malformed, stream);
   }
 }
 
