@@ -10,4 +10,6 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("logprob_segments", &logprob_segments_cuda);
   m.def("logprob_forward", logprob_forward_fields(&logprob_forward_cuda), release);
   m.def("logprob_backward", logprob_backward_fields(&logprob_backward_cuda), release);
+  m.def("ppo_loss_work", &ppo_loss_work_cuda);
+  m.def("ppo_loss", ppo_loss_fields(&ppo_loss_cuda), release);
 }

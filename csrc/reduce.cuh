@@ -22,6 +22,11 @@ constexpr int kWarp = 32;
 // The larger one of x and a number, the number if x is NaN.
 __device__ inline float at_least(float x, float low) { return fmaxf(x, low); }
 
+// NaN stays one.
+__device__ inline float clamp(float x, float low, float high) {
+  return x < low ? low : x > high ? high : x;
+}
+
 }  // namespace
 }  // namespace ppokern::cuda
 
@@ -57,6 +62,20 @@ __device__ inline float warp_min(float x) { return -warp_max(-x); }
 template <class Number>
 __device__ inline Number warp_sum(Number x) {
   for (int apart = kWarp / 2; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
+  return x;
+}
+
+// In every thread of a block.
+template <class Number>
+__device__ inline Number block_sum(Number x) {
+  __shared__ Number of_warps[kWarp];
+  const int warps = blockDim.x / kWarp;
+  x = warp_sum(x);
+  __syncthreads();  // what was there before has been read
+  if (lane_of_thread() == 0) of_warps[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  x = 0;
+  for (int i = 0; i < warps; ++i) x += of_warps[i];
   return x;
 }
 
