@@ -169,7 +169,7 @@ def checked_tensors(like: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor |
 def run(x: Inputs, o: Options) -> Loss:
     """Run the op on checked arguments."""
     x = Inputs(*x[:3], *(_check.constant(t) for t in x[3:]))
-    backend = _backend.named() if not torch.compiler.is_compiling() else ""
+    backend = _backend.asked_for()
     loss, stats, *_ = _ppo_loss(*x, *o, backend)
     return Loss(loss, dict(zip(reference.stat_names(x, o), stats.unbind(), strict=True)))
 
