@@ -20,7 +20,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(ROOT.glob("csrc/*/*_cuda.cu"))
 ARCHS = (80, 90, 100)
-REGISTERS, THREADS, BLOCK = 65536, 2048, 256  # of a multiprocessor; threads of our blocks
+REGISTERS, THREADS = 65536, 2048  # of a multiprocessor
 NVCC = shutil.which("nvcc")
 
 
@@ -51,16 +51,20 @@ def compiled(source: Path, arch: int) -> dict[str, Compiled]:
             *(f"-arch=sm_{arch}", "-cubin", "-Xptxas=-v", "--keep", f"--keep-dir={folder}"),
             *(str(source), "-o", f"{folder}/out.cubin"),
         )
-        moves = dict(_moves(folder))
+        moves, (ptx,) = dict(_moves(folder)), Path(folder).glob("*.ptx")
+        blocks = dict(_sections(r"\.entry (\w+)", ptx.read_text()))
     found: dict[str, Compiled] = {}
     for entry, lines in _sections(r"Compiling entry function '(\w+)'", said):
         usage = re.findall(r"(\d+) (bytes (?:stack|spill)|registers|bytes smem)", lines)
         counts = {what: sum(int(n) for n, w in usage if w == what) for _, what in usage}
         registers, shared = counts["registers"], counts.get("bytes smem", 0)
-        fit = REGISTERS // (-(-registers // 8) * 8 * BLOCK)
+        match = re.search(r"\.maxntid (\d+)", blocks[entry])
+        assert match is not None, f"{entry}: no __launch_bounds__"
+        block = int(match[1])
+        fit = REGISTERS // (-(-registers // 8) * 8 * block)
         stack, spilled = counts["bytes stack"], counts["bytes spill"]
         found[_name(entry)] = Compiled(
-            registers, stack, spilled, shared, min(fit, THREADS // BLOCK), *moves[entry]
+            registers, stack, spilled, shared, min(fit, THREADS // block), *moves[entry]
         )
     return dict(sorted(found.items()))
 
@@ -96,9 +100,8 @@ def _cuobjdump() -> str | None:
 
 def _name(entry: str) -> str:
     """Return a kernel's name and template arguments as they stand in the source."""
-    name = _run("c++filt", entry).split("(ppokern")[0].strip().removeprefix("void ")
-    name = re.sub(r"\(anonymous namespace\)::|ppokern::|cuda::", "", name)
-    return re.sub(r"\(bool\)|\(int\)", "", name)
+    name = _run("c++filt", entry).replace("(anonymous namespace)::", "").split("(")[0]
+    return re.sub(r"^void |ppokern::|cuda::", "", name).strip()
 
 
 def _run(*command: str) -> str:

@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "gae/gae.h"
+#include "linear/linear_loss.h"
 #include "logprob/logprob.h"
 #include "ppo_loss/ppo_loss.h"
 

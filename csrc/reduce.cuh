@@ -180,7 +180,8 @@ __device__ inline int place_in_step(int column, int first) {
 // Reads what a warp does in a step of a row, logits from `first` on. What lies outside of the row
 // is -inf, and is not read. Which lane has which logit depends on `first` alone, not on where the
 // row lies: vectors that lie across two are cut out of both.
-template <class T>
+// `kAgain`: they are to stay in the cache, for they will be read again.
+template <bool kAgain = false, class T>
 __device__ inline void read_step(const T* row, int size, int first, float (&to)[kLaneLogits<T>]) {
   constexpr int kVectors = kLaneLogits<T> / kVector<T>;
   const int off = misalignment(row + first), around = off ? kVector<T> : 0;
@@ -189,7 +190,8 @@ __device__ inline void read_step(const T* row, int size, int first, float (&to)[
     uint4 raw[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      raw[i] = __ldcs(reinterpret_cast<const uint4*>(from) + i * kWarp);
+      const uint4* const at = reinterpret_cast<const uint4*>(from) + i * kWarp;
+      raw[i] = kAgain ? *at : __ldcs(at);
     }
     if (off) {
 #pragma unroll

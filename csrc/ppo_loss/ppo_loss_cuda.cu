@@ -146,18 +146,6 @@ __device__ inline int64_t sequence_of(const PpoLossArgs& args, int64_t token) {
   return low;
 }
 
-__device__ inline float kl_of(KlKind kind, float log_ratio) {
-  return kind == KlKind::kK1   ? kl_k1(log_ratio)
-         : kind == KlKind::kK2 ? kl_k2(log_ratio)
-                               : kl_k3(log_ratio);
-}
-
-__device__ inline float kl_slope_of(KlKind kind, float log_ratio) {
-  return kind == KlKind::kK1   ? kl_k1_slope(log_ratio)
-         : kind == KlKind::kK2 ? kl_k2_slope(log_ratio)
-                               : kl_k3_slope(log_ratio);
-}
-
 __device__ inline float read(Dense<const float> x, int64_t at, bool on) {
   return on ? x.data[at] : 0;
 }
@@ -208,12 +196,12 @@ __device__ inline float add_policy(const PpoLossArgs& args, int64_t at, bool on,
   }
   if (args.ref_logprobs) {
     const float log_ratio = logprob - read(args.ref_logprobs, at, on);
-    const float kl = kl_of(args.kl_kind, log_ratio), penalty = share(scale, kl);
-    sums.of[kKl] += kl;
+    const float term = kl(args.kl_kind, log_ratio), penalty = share(scale, term);
+    sums.of[kKl] += term;
     sums.of[kScaledKl] += penalty;
     if (args.kl_coef != 0) {
       loss += args.kl_coef * penalty;
-      slope += share(args.kl_coef * scale, kl_slope_of(args.kl_kind, log_ratio));
+      slope += share(args.kl_coef * scale, kl_slope(args.kl_kind, log_ratio));
     }
   }
   if (args.logprob_slopes) args.logprob_slopes.data[at] = slope;

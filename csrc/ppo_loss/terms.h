@@ -12,8 +12,8 @@ enum Sum {
 
 // The surrogate of a token, from the log-ratio that counts for it. A log-prob of -inf makes a ratio
 // of 0 without a slope; any other value that is not finite makes the loss NaN.
-template <class F>
-PPOKERN_HOST_DEVICE inline Clipped<F> surrogate(const PpoLossArgs& args, F log_ratio, F logprob,
+template <class F, class Args>
+PPOKERN_HOST_DEVICE inline Clipped<F> surrogate(const Args& args, F log_ratio, F logprob,
                                                 F old_logprob, F advantage, F weight, F& ratio) {
   const float limit = args.log_ratio_limit;
   const auto forbidden = log_ratio == -kInfinity;
@@ -27,6 +27,22 @@ PPOKERN_HOST_DEVICE inline Clipped<F> surrogate(const PpoLossArgs& args, F log_r
   result.slope = (above | below | forbidden | (weight == 0)) ? F{} : weight * result.slope;
   result.slope = sound ? result.slope : F{} + kNan;
   return result;
+}
+
+// The estimate of a kind.
+template <class F>
+PPOKERN_HOST_DEVICE inline F kl(KlKind kind, F log_ratio) {
+  return kind == KlKind::kK1   ? kl_k1(log_ratio)
+         : kind == KlKind::kK2 ? kl_k2(log_ratio)
+                               : kl_k3(log_ratio);
+}
+
+// Its slope.
+template <class F>
+PPOKERN_HOST_DEVICE inline F kl_slope(KlKind kind, F log_ratio) {
+  return kind == KlKind::kK1   ? kl_k1_slope(log_ratio)
+         : kind == KlKind::kK2 ? kl_k2_slope(log_ratio)
+                               : kl_k3_slope(log_ratio);
 }
 
 // What was added up over all tokens.
