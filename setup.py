@@ -26,7 +26,8 @@ from setuptools.errors import BaseError, CCompilerError, CompileError
 BUILD = os.environ.get("PPOKERN_BUILD", "auto")
 CUDA = os.environ.get("PPOKERN_CUDA", "auto")
 ARCHS = os.environ.get("PPOKERN_CUDA_ARCHS", "80;90;100").split(";")
-NVCC = shutil.which(Path(os.environ.get("CUDA_HOME", ""), "bin/nvcc")) or shutil.which("nvcc")
+CUDA_HOME = os.environ.get("CUDA_HOME")
+NVCC = (CUDA_HOME and shutil.which("nvcc", path=f"{CUDA_HOME}/bin")) or shutil.which("nvcc")
 KERNELS = sorted(glob("csrc/*/*_cuda.cu"))
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 OPENMP = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
@@ -44,7 +45,7 @@ def extension(name: str, sources: list[str], required: bool) -> Pybind11Extensio
         sources,
         cxx_std=17,
         include_dirs=["csrc"],
-        depends=[path for path in sorted(glob("csrc/**/*.*", recursive=True))],
+        depends=sorted(glob("csrc/**/*.*", recursive=True)),
         # without contraction every instruction set gives the same bits
         extra_compile_args=["-O3", "-ffp-contract=off"],
         optional=not required,
@@ -83,7 +84,8 @@ class BuildNative(build_ext):
         super().build_extensions()
         for made, kernels in ((native, "C++"), (cuda, "CUDA")):
             if made in extensions and not Path(self.get_ext_fullpath(made.name)).exists():
-                print(f"ppokern: the {kernels} kernels could not be compiled; installing without.")
+                what = f"the {kernels} kernels could not be compiled"
+                print(f"ppokern: {what}; installing without them.")
 
     def build_extension(self, ext: Pybind11Extension) -> None:
         """Compile the CUDA kernels before what calls them."""

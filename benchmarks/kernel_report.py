@@ -26,11 +26,14 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime import jit
 
 from ppokern.gae import kernel_triton as gae
+from ppokern.linear import kernel_triton as linear
+from ppokern.linear.reference import Chunk, Head, Plan
 from ppokern.logprob import kernel_triton as logprob
 from ppokern.ppo_loss import kernel_triton as ppo_loss
-from ppokern.ppo_loss.reference import Inputs, Options
+from ppokern.ppo_loss.reference import Inputs, Options, TokenSlopes
 
 ARCHS = (80, 90, 100)
+OPTIONS = ("num_warps", "maxnreg")
 TOOLS = Path(str(triton.__file__)).parent / "backends/nvidia/bin"
 REGISTERS, THREADS = 65536, 2048  # of a multiprocessor
 
@@ -42,6 +45,7 @@ class Launch(NamedTuple):
     specialization: tuple
     constants: tuple
     warps: int
+    most_registers: int | None
 
     @property
     def name(self) -> str:
@@ -80,7 +84,7 @@ def recorded() -> Iterator[list[Launch]]:
             for value, (kind, *_) in zip(bound.values(), specialization, strict=True)
         ]
         kinds = tuple(tuple(x) for x in specialization)
-        launches.append(Launch(self, kinds, tuple(values), options["num_warps"]))
+        launches.append(Launch(self, kinds, tuple(values), *map(options.get, OPTIONS)))
 
     jit.JITFunction.run = run
     try:
@@ -101,7 +105,9 @@ def compiled(launch: Launch, arch: int) -> Compiled:
     }
     source = ASTSource(launch.kernel, dict(zip(names, kinds, strict=True)), constants, hints)
     result = triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": launch.warps}
+        source,
+        target=GPUTarget("cuda", arch, 32),
+        options=dict(zip(OPTIONS, launch[-2:], strict=True)),
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])
@@ -151,6 +157,38 @@ def logprob_calls(n: int = 3, v: int = 8192, temperature: float = 0.7) -> dict[s
         for everything in (False, True)
         if everything or width != 64
         if dtype != torch.float16 or (everything and width == v)
+    }
+
+
+def linear_calls(n: int = 3, v: int = 5 * 4096, coef: float = 0.1) -> dict[str, Callable]:
+    """Calls of the loss's pass over logits, from the least to all that can be asked for."""
+
+    def call(dtype: torch.dtype, width: int, everything: bool) -> None:
+        x, mask = torch.zeros(n), torch.ones(n, dtype=torch.bool)
+        terms = {"old_logprobs": x, "advantages": x}
+        terms |= {"weights": x, "ref_logprobs": x} if everything else {}
+        own = coef if everything else 0.0
+        options = Options(coef, coef, None, False, 20.0, "sum", own, own, "k3", None, 1.0)
+        slopes = TokenSlopes(Inputs(**terms), options, mask, torch.float32)
+        weight, at = torch.zeros(width, 1, dtype=dtype), torch.ones(n if everything else ())
+        head = Head(weight, None, at, 30.0 if everything else None, width, torch.float32)
+        how = Plan(None, mask, everything, dtype, n, width, width, True)
+        logits = torch.zeros(n, width, dtype=dtype)
+        rows = torch.arange(n) if everything else slice(0, n)
+        linear.loss_pass(
+            Chunk(rows, weight, logits, at), head, how, torch.zeros(n, dtype=torch.int64), slopes,
+            x, x if everything else None,
+        )  # fmt: skip
+
+    return {
+        f"{str(dtype)[6:]} {word}{' all' if everything else ''}": (
+            lambda d=dtype, w=width, e=everything: call(d, w, e)
+        )
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for word, width in {"aligned": v, "odd": v + 1, "long": 8 * v, "narrow": 64}.items()
+        for everything in (False, True)
+        if everything or word != "narrow"
+        if dtype != torch.float16 or (everything and word == "aligned")
     }
 
 
@@ -207,7 +245,7 @@ def ppo_loss_calls(b: int = 3, t: int = 200, clip: float = 0.2) -> dict[str, Cal
 def configurations() -> dict[tuple[str, str], Launch]:
     """Return every different launch, by kernel and the first call that made it."""
     found: dict[Launch, tuple[str, str]] = {}
-    for calls in (logprob_calls(), gae_calls(), ppo_loss_calls()):
+    for calls in (logprob_calls(), linear_calls(), gae_calls(), ppo_loss_calls()):
         for label, call in calls.items():
             with recorded() as launches:
                 call()

@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "gae/gae.h"
+#include "linear/linear_loss.h"
 #include "logprob/logprob.h"
 #include "ppo_loss/ppo_loss.h"
 
@@ -52,6 +53,32 @@ struct py::detail::type_caster<Rows> {
   bool load(handle source, bool) {
     const auto [data, offsets, stride] = source.cast<std::tuple<uintptr_t, uintptr_t, int64_t>>();
     value = {reinterpret_cast<void*>(data), reinterpret_cast<const int64_t*>(offsets), stride};
+    return true;
+  }
+};
+
+template <>
+struct py::detail::type_caster<Aggregate> {
+  PYBIND11_TYPE_CASTER(Aggregate, const_name("str"));
+
+  bool load(handle source, bool) {
+    const auto name = source.cast<std::string>();
+    value = name == "token_mean"      ? Aggregate::kTokenMean
+            : name == "sequence_mean" ? Aggregate::kSequenceMean
+            : name == "sequence_sum"  ? Aggregate::kSequenceSum
+            : name == "sum"           ? Aggregate::kSum
+                                      : Aggregate::kNone;
+    return true;
+  }
+};
+
+template <>
+struct py::detail::type_caster<KlKind> {
+  PYBIND11_TYPE_CASTER(KlKind, const_name("str"));
+
+  bool load(handle source, bool) {
+    const auto name = source.cast<std::string>();
+    value = name == "k1" ? KlKind::kK1 : name == "k2" ? KlKind::kK2 : KlKind::kK3;
     return true;
   }
 };
@@ -99,6 +126,6 @@ auto logprob_backward_fields(Function function) {
 template <class Function>
 auto ppo_loss_fields(Function function) {
   return takes<In, In, In, In, In, In, In, In, In, Flags, Flags, Dense<const int64_t>, Number,
-               Number, int64_t, int64_t, double, double, float, float, std::string, float, float,
-               std::string, float, float, int, Out, Out, Out, Out, Out, Out>(function);
+               Number, int64_t, int64_t, double, double, float, float, Aggregate, float, float,
+               KlKind, float, float, int, Out, Out, Out, Out, Out, Out>(function);
 }

@@ -22,6 +22,11 @@ constexpr int kWarp = 32;
 // The larger one of x and a number, the number if x is NaN.
 __device__ inline float at_least(float x, float low) { return fmaxf(x, low); }
 
+// NaN stays one.
+__device__ inline float clamp(float x, float low, float high) {
+  return x < low ? low : x > high ? high : x;
+}
+
 }  // namespace
 }  // namespace ppokern::cuda
 
@@ -57,6 +62,20 @@ __device__ inline float warp_min(float x) { return -warp_max(-x); }
 template <class Number>
 __device__ inline Number warp_sum(Number x) {
   for (int apart = kWarp / 2; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
+  return x;
+}
+
+// In every thread of a block.
+template <class Number>
+__device__ inline Number block_sum(Number x) {
+  __shared__ Number of_warps[kWarp];
+  const int warps = blockDim.x / kWarp;
+  x = warp_sum(x);
+  __syncthreads();  // what was there before has been read
+  if (lane_of_thread() == 0) of_warps[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  x = 0;
+  for (int i = 0; i < warps; ++i) x += of_warps[i];
   return x;
 }
 
@@ -161,7 +180,8 @@ __device__ inline int place_in_step(int column, int first) {
 // Reads what a warp does in a step of a row, logits from `first` on. What lies outside of the row
 // is -inf, and is not read. Which lane has which logit depends on `first` alone, not on where the
 // row lies: vectors that lie across two are cut out of both.
-template <class T>
+// `kAgain`: they are to stay in the cache, for they will be read again.
+template <bool kAgain = false, class T>
 __device__ inline void read_step(const T* row, int size, int first, float (&to)[kLaneLogits<T>]) {
   constexpr int kVectors = kLaneLogits<T> / kVector<T>;
   const int off = misalignment(row + first), around = off ? kVector<T> : 0;
@@ -170,7 +190,8 @@ __device__ inline void read_step(const T* row, int size, int first, float (&to)[
     uint4 raw[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      raw[i] = __ldcs(reinterpret_cast<const uint4*>(from) + i * kWarp);
+      const uint4* const at = reinterpret_cast<const uint4*>(from) + i * kWarp;
+      raw[i] = kAgain ? *at : __ldcs(at);
     }
     if (off) {
 #pragma unroll

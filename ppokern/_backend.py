@@ -51,6 +51,7 @@ cuda = _load("_cuda")  # the CUDA kernels, None where they were not built
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it once too
 # os.environ raises an error and catches it where there is no such variable: 4 us
 _environment = os.environ.get if native is None else native.getenv
+_WHEN_RUN = "when run"  # in a compiled graph, whichever name there is when it runs
 _named: ContextVar[str | None] = ContextVar("ppokern_backend", default=None)
 
 
@@ -97,7 +98,9 @@ def use_backend(name: str) -> Iterator[None]:
     """Run every op in the block on the backend `name`; a call that it cannot do is a `ValueError`.
 
     Without it the environment variable ``PPOKERN_BACKEND`` names the backend; without that each op
-    takes its fastest one, as it does under `torch.compile`, whose graphs bear no name.
+    takes its fastest one. What counts is the block that the forward pass runs in. The graphs of
+    `torch.compile` bear no name: they look for it whenever they run, their backward passes too,
+    which on CUDA torch runs in threads of its own, where the environment variable alone counts.
 
     Args:
         name: one of `available_backends()`.
@@ -112,7 +115,12 @@ def use_backend(name: str) -> Iterator[None]:
         _named.reset(token)
 
 
-def named() -> str:
+def asked_for() -> str:
+    """Return what an op passes on to `select`, in its forward and its backward pass."""
+    return _WHEN_RUN if torch.compiler.is_compiling() else _name_now()
+
+
+def _name_now() -> str:
     """Return the backend asked for by name, or an empty string."""
     name = _named.get()
     if name is None and (name := _environment("PPOKERN_BACKEND")):
@@ -132,13 +140,14 @@ def select(
     Args:
         op: the public name.
         kernels: the room's table; a path, as of `pkgutil.resolve_name`, stands for what is there.
-        name: the backend asked for, empty for the default.
+        name: what `asked_for` returned: the backend asked for, empty for the default.
         device: where the tensors are.
         dtype: the dtype of the arithmetic.
 
     Raises:
         ValueError: the backend asked for cannot do this call.
     """
+    name = _name_now() if name == _WHEN_RUN else name
     able = ["torch"]
     if dtype in _FAST_DTYPES:
         if device.type == "cpu" and native and "cpu" in kernels:

@@ -10,3 +10,6 @@ def gae(*fields: Any) -> None: ...  # an int; a stream
 def logprob_segments(vocab_size: int, /) -> int: ...
 def logprob_forward(*fields: Any) -> None: ...  # (segments, 4) floats for each row; a stream
 def logprob_backward(*fields: Any) -> None: ...  # a stream
+def linear_loss(*fields: Any) -> None: ...  # those of LinearLossArgs; a stream
+def ppo_loss_work(sequences: int, tokens: int, /) -> int: ...  # bytes
+def ppo_loss(*fields: Any) -> None: ...  # denominators on the device, 0: none; work; a stream

@@ -23,6 +23,8 @@ hypothesis.settings.load_profile("ppokern")
 # Interpreted, an operation takes as long on few numbers as on many, but a scan a while for each.
 INTERPRETED = {
     ("ppokern.logprob.kernel_triton", "TILE"): 2**15,
+    ("ppokern.linear.kernel_triton", "SHORT"): (2**15, 8, 2),
+    ("ppokern.linear.kernel_triton", "LONG"): (2**15, 8, 1),
     ("ppokern.gae.kernel_triton", "SHORT"): (4, 4),
     ("ppokern.gae.kernel_triton", "LONG"): (1, 32),
 }

@@ -24,5 +24,5 @@ CAN = {
     "torch": Can(OPS, FLOATS),
     "cpu": Can(("logprob", "linear", "gae", "ppo_loss"), FLOATS[:3]),
     "triton": Can(("logprob", "linear", "gae", "ppo_loss"), FLOATS[:3], TRITON_DEVICE),
-    "cuda": Can(("logprob", "linear", "gae"), FLOATS[:3], CUDA_DEVICE),
+    "cuda": Can(("logprob", "linear", "gae", "ppo_loss"), FLOATS[:3], CUDA_DEVICE),
 }

@@ -1,4 +1,4 @@
-"""What the CUDA kernels of the log-probs do beyond the tests of the op: wide rows, wherever they lie.
+"""The CUDA kernels of the log-probs beyond the tests of the op: wide rows, wherever they lie.
 
 On a GPU, or compiled by g++ and run on the CPU.
 """
@@ -24,7 +24,7 @@ WIDTHS = (8 * 4096, 3 * 4096 + 8, 4096 + 1, 2 * 4096 - 1, 1001, 5)
 
 
 def logits_of(rows: int, width: int, dtype: torch.dtype, lead: int = 0, gap: int = 0) -> Tensor:
-    """Random logits whose rows begin after `lead` elements and lie `gap` more than `width` apart."""
+    """Random logits; the first row begins after `lead` elements, and `gap` lie between rows."""
     stride = width + gap
     memory = torch.zeros(lead + rows * stride, dtype=dtype, device=CUDA_DEVICE)
     x = memory[lead:].as_strided((rows, width), (stride, 1))

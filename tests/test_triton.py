@@ -28,6 +28,7 @@ ROOMS = (
     "ppo_loss",
     "token_math_triton",
     "logprob_triton",
+    "linear_triton",
 )
 ARCHS = [int(arch) for arch in os.environ.get("PPOKERN_TEST_ARCHS", "90").split(",")]
 SLOW = ("test_gae.py::test_determinism", "test_ppo_loss.py::test_determinism")  # many sequences
@@ -124,7 +125,7 @@ def keys(calls: Callable[..., dict[str, Callable]], *sizes: float) -> set:
     return set(launches)
 
 
-@pytest.mark.parametrize("calls", ["logprob_calls", "gae_calls", "ppo_loss_calls"])
+@pytest.mark.parametrize("calls", ["logprob_calls", "linear_calls", "gae_calls", "ppo_loss_calls"])
 def test_nothing_is_compiled_anew_for_another_size(calls: str) -> None:
     """Over 20 shapes and numbers, those that Triton looks at among them: 1, and multiples of 16."""
     make = getattr(report, calls)
@@ -133,6 +134,8 @@ def test_nothing_is_compiled_anew_for_another_size(calls: str) -> None:
     for i, n in enumerate([1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 127, 128, 200, 5, 7]):
         if calls == "logprob_calls":
             assert keys(make, n, 8192, 0.1 * (i + 1)) <= first
+        elif calls == "linear_calls":
+            assert keys(make, n, 5 * 4096, 0.1 * (i + 1)) <= first
         else:
             assert keys(make, n, 65 + 16 * i, 1 / (i + 1)) <= first
             assert keys(make, i + 1, 64 + n, 1.0) <= first

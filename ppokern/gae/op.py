@@ -207,7 +207,7 @@ def gae(
         bootstrap = None if terminated is None else ~terminated
         if truncated is not None:
             continues = ~truncated if bootstrap is None else bootstrap & ~truncated
-    backend = _backend.named() if not torch.compiler.is_compiling() else ""
+    backend = _backend.asked_for()
     return Advantages(
         *_gae_op(
             _check.constant(rewards),

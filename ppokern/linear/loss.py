@@ -1,5 +1,6 @@
 """The clipped PPO policy loss straight from hidden states, with its gradients in three GEMMs."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,9 @@ from ppokern.linear.op import (
     linear_logprobs,
     taken,
 )
-from ppokern.linear.reference import Head
-from ppokern.logprob.op import KERNELS
+from ppokern.linear.reference import Head, LossPass
+from ppokern.logprob import kernel_native
+from ppokern.logprob import reference as logprob_reference
 from ppokern.ppo_loss import reference as loss_reference
 from ppokern.ppo_loss.op import (
     Loss,
@@ -26,6 +28,13 @@ from ppokern.ppo_loss.op import (
     run,
 )
 from ppokern.ppo_loss.reference import Inputs, Options
+
+KERNELS: dict[str, LossPass | str] = {
+    "torch": partial(reference.two_passes, logprob_reference),
+    "cpu": partial(reference.two_passes, kernel_native),
+    "triton": "ppokern.linear.kernel_triton:loss_pass",
+    "cuda": "ppokern.linear.kernel_native:loss_pass",
+}
 
 
 class HeadInputs(NamedTuple):
@@ -66,7 +75,7 @@ def _split(args: tuple) -> tuple[HeadInputs, Inputs, HeadOptions, Options, str]:
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     h, x, how, o, backend = _split(args)
     dtype = _dtype(h, x)
-    kernel = _backend.select("linear_ppo_loss", KERNELS, backend, h.hidden.device, dtype)
+    loss_pass = _backend.select("linear_ppo_loss", KERNELS, backend, h.hidden.device, dtype)
     shape, valid = h.token_ids.shape, taken(h.token_ids, x.mask)
     mask = valid.view(shape)
     temperature = h.temperature.reshape(-1) if h.temperature.dim() else h.temperature
@@ -75,9 +84,9 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     plan = reference.plan(hidden, head, valid, how.compact, how.max_logits_bytes)
     logprobs, entropy, gradients = reference.loss_gradients(
         hidden, head, h.token_ids.reshape(-1), plan, loss_reference.TokenSlopes(x, o, mask, dtype),
-        how.with_entropy, (how.need_hidden, how.need_weight, how.need_bias), kernel,
+        how.with_entropy, (how.need_hidden, how.need_weight, how.need_bias), loss_pass,
     )  # fmt: skip
-    entropy = entropy.view(shape) if how.with_entropy else None
+    entropy = None if entropy is None else entropy.view(shape)
     loss, stats, *_ = loss_reference.forward(
         x._replace(logprobs=logprobs.view(shape), entropy=entropy, mask=mask), o
     )
@@ -256,7 +265,7 @@ def linear_ppo_loss(
         return run(x, o)
     h = HeadInputs(hidden, weight, bias, ids, at)
     how = HeadOptions(cap, size, max_logits_bytes, with_entropy, compact, *needs)
-    backend = _backend.named() if not torch.compiler.is_compiling() else ""
+    backend = _backend.asked_for()
     loss, stats, *_ = _linear_ppo_loss(*h, *x, *how, *o, backend)
     names = loss_reference.stat_names(_named(x, h, how), o)
     return Loss(loss, dict(zip(names, stats.unbind(), strict=True)))

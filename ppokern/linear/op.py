@@ -192,7 +192,7 @@ def linear_logprobs(
     ids, temperature, softcap, size = checked_head(
         hidden, weight, bias, token_ids, mask, temperature, softcap, vocab_size, max_logits_bytes
     )
-    backend = _backend.named() if not torch.compiler.is_compiling() else ""
+    backend = _backend.asked_for()
     shape = ids.shape
     logprobs, entropy, _ = _linear_op(
         hidden.reshape(ids.numel(), hidden.shape[-1]),

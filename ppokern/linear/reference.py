@@ -6,10 +6,12 @@ which overwrite it with its gradient. The weight's gradient is accumulated in fl
 
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ppokern.ppo_loss.reference import TokenSlopes
 
 _ROW_COPIES = 8  # float copies of a logit that a row pass holds for the block it works on
 
@@ -45,6 +47,11 @@ class Chunk(NamedTuple):
     hidden: Tensor  # (n, H), in the GEMM's dtype
     logits: Tensor  # (n, vocab_size), in the GEMM's dtype; overwritten by their gradient
     temperature: Tensor  # 0-d or (n,)
+
+
+LossPass = Callable[
+    [Chunk, Head, Plan, Tensor, TokenSlopes, Tensor, Tensor | None], Tensor | None
+]  # from logits to their gradient, see `two_passes`
 
 
 def plan(hidden: Tensor, head: Head, valid: Tensor, compact: bool, max_logits_bytes: int) -> Plan:
@@ -133,11 +140,11 @@ def loss_gradients(
     head: Head,
     token_ids: Tensor,
     how: Plan,
-    slopes: Callable[[Tensor, Any], tuple[Tensor, Tensor | None]],
+    slopes: TokenSlopes,
     with_entropy: bool,
     needed: tuple[bool, bool, bool],
-    kernel: ModuleType,
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    loss_pass: LossPass,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
     """Return log-probs and entropies ``(N,)`` and the gradients of a loss of them, in three GEMMs.
 
     Args:
@@ -145,38 +152,67 @@ def loss_gradients(
         head: see `Head`.
         token_ids: ``(N,)``.
         how: see `Plan`; a compact one leaves rows without slope out of the last two GEMMs too.
-        slopes: from log-probs and numbers of rows, the loss's slopes in log-probs and entropies (or
-            None).
+        slopes: of the loss in the log-probs and entropies of its tokens.
         with_entropy: whether entropies are made.
         needed: whether hidden states, weight and bias want a gradient.
-        kernel: of the row passes.
+        loss_pass: turns a chunk's logits into their gradient, see `two_passes`.
     """
-    logprobs, entropy = (hidden.new_zeros(len(token_ids), dtype=head.dtype) for _ in range(2))
+    logprobs = hidden.new_zeros(len(token_ids), dtype=head.dtype)
+    entropy = torch.zeros_like(logprobs) if with_entropy else None
     gradients = Gradients(hidden, head, needed, how)
     for chunk in chunks(hidden, head, how):
-        part, ids = chunk.rows, token_ids[chunk.rows]
-        own_logprobs, own_entropy, found = _row_pass(
-            chunk, head, how, token_ids, with_entropy, kernel
-        )
-        logprobs[part] = own_logprobs
-        if with_entropy:
-            entropy[part] = own_entropy
-        in_logprobs, in_entropy = slopes(own_logprobs, part)
-        use = how.valid[part]
-        if how.compact:
-            slope = in_logprobs if in_entropy is None else in_logprobs.abs() + in_entropy.abs()
-            use = use & (slope != 0)
-        kernel.backward(
-            in_logprobs, in_entropy, chunk.logits, ids, use, chunk.temperature, head.softcap,
-            head.vocab_size, found, chunk.logits, compact=how.compact, block=how.block,
-        )  # fmt: skip
-        if how.compact:
-            kept = use.nonzero().squeeze(-1)
+        used = loss_pass(chunk, head, how, token_ids, slopes, logprobs, entropy)
+        if used is None:
+            gradients.add(chunk.rows, chunk.logits, chunk.hidden)
+        else:
+            kept, part = used.nonzero().squeeze(-1), chunk.rows
             of_call = kept + part.start if isinstance(part, slice) else part[kept]
             gradients.add(of_call, chunk.logits[: len(kept)], chunk.hidden[kept])
-        else:
-            gradients.add(part, chunk.logits, chunk.hidden)
     return logprobs, entropy, gradients.result()
+
+
+def two_passes(
+    kernel: ModuleType,
+    chunk: Chunk,
+    head: Head,
+    how: Plan,
+    token_ids: Tensor,
+    slopes: TokenSlopes,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+) -> Tensor | None:
+    """Overwrite a chunk's logits with their gradient: both passes of `kernel`, slopes in between.
+
+    Args:
+        kernel: of the log-probs.
+        chunk: its logits are overwritten; under a compact plan rows without slope are left out.
+        head: see `Head`.
+        how: see `Plan`.
+        token_ids: ``(N,)``, of the call.
+        slopes: of the call.
+        logprobs: ``(N,)``, of the call; those of the chunk's rows are written.
+        entropy: the same, None without.
+
+    Returns:
+        Which of the chunk's rows are left, None for all.
+    """
+    part, ids = chunk.rows, token_ids[chunk.rows]
+    own_logprobs, own_entropy, found = _row_pass(
+        chunk, head, how, token_ids, entropy is not None, kernel
+    )
+    logprobs[part] = own_logprobs
+    if entropy is not None:
+        entropy[part] = own_entropy
+    in_logprobs, in_entropy = slopes(own_logprobs, part)
+    use = how.valid[part]
+    if how.compact:
+        slope = in_logprobs if in_entropy is None else in_logprobs.abs() + in_entropy.abs()
+        use = use & (slope != 0)
+    kernel.backward(
+        in_logprobs, in_entropy, chunk.logits, ids, use, chunk.temperature, head.softcap,
+        head.vocab_size, found, chunk.logits, compact=how.compact, block=how.block,
+    )  # fmt: skip
+    return use if how.compact else None
 
 
 class Gradients:

@@ -40,27 +40,17 @@ def forward(
     )
     entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
     found = logprobs.new_empty((*token_ids.shape, 4))
-    rows, _rows_data = _rows(logits)
-    ids, taken = _flat(token_ids), _flat(mask)
-    number, temperatures = _temperature(temperature)
+    rows = token_ids.numel()
+    tokens, _memory = tokens_of(logits, token_ids, mask, temperature, softcap, vocab_size, rows)
     args = (
-        rows,
-        _TYPES[logits.dtype],
-        _view(ids),
-        _view(taken),
-        _view(temperatures),
-        number,
-        softcap or 0.0,
-        token_ids.numel(),
-        vocab_size,
-        torch.get_num_threads(),
+        *tokens,
         logprobs.data_ptr(),
         entropy.data_ptr() if with_entropy else 0,
         found.data_ptr(),
     )
     if on_cuda:
         segments = _cuda.logprob_segments(vocab_size)
-        partials = found.new_empty((token_ids.numel(), segments, 4))
+        partials = found.new_empty((rows, segments, 4))
         with _launch.on_device_of(logits):
             _cuda.logprob_forward(*args, partials.data_ptr(), _launch.stream(logits))
     else:
@@ -91,24 +81,14 @@ def backward(
             temperature, softcap, vocab_size, found, dense, compact, on_cuda=on_cuda,
         )  # fmt: skip
         return out.copy_(dense)
-    rows, _rows_data = _rows(logits)
-    out_rows, _out_data = _rows(out)
-    ids, taken = _flat(token_ids), _flat(mask)
-    number, temperatures = _temperature(temperature)
+    rows = token_ids.numel()
+    tokens, _memory = tokens_of(logits, token_ids, mask, temperature, softcap, vocab_size, rows)
+    out_rows, _out_memory = _rows(out)
     in_logprobs = None if grad_logprobs is None else _flat(grad_logprobs.float())
     in_entropy = None if grad_entropy is None else _flat(grad_entropy.float())
     found = found.contiguous()
     args = (
-        rows,
-        _TYPES[logits.dtype],
-        _view(ids),
-        _view(taken),
-        _view(temperatures),
-        number,
-        softcap or 0.0,
-        token_ids.numel(),
-        vocab_size,
-        torch.get_num_threads(),
+        *tokens,
         _view(in_logprobs),
         _view(in_entropy),
         found.data_ptr(),
@@ -129,6 +109,40 @@ CUDA = SimpleNamespace(
 )
 
 
+def tokens_of(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    vocab_size: int,
+    rows: int,
+) -> tuple[tuple, object]:
+    """Return what every kernel takes first, and what keeps the memory that it is in."""
+    place, memory = _rows(logits)
+    ids, taken, temperatures = _flat(token_ids), _flat(mask), None
+    number = 1.0
+    if not isinstance(temperature, Tensor):
+        number = temperature
+    elif temperature.dim() == 0 and temperature.is_cpu:
+        number = float(temperature)
+    else:
+        temperatures = _flat(temperature.float())
+    fields = (
+        place,
+        _TYPES[logits.dtype],
+        _view(ids),
+        _view(taken),
+        _view(temperatures),
+        number,
+        softcap or 0.0,
+        rows,
+        vocab_size,
+        torch.get_num_threads(),
+    )
+    return fields, (memory, ids, taken, temperatures)
+
+
 def _rows_are_dense(x: Tensor) -> bool:
     return x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] <= 1
 
@@ -146,15 +160,6 @@ def _rows(x: Tensor) -> tuple[tuple[int, int, int], object]:
         offsets = offsets.unsqueeze(-1) + torch.arange(size, device=x.device) * stride
     offsets = offsets.reshape(-1)
     return (x.data_ptr(), offsets.data_ptr(), 0), (x, offsets)
-
-
-def _temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:
-    """Return a temperature as a number, or as a tensor where it lies there or is per token."""
-    if not isinstance(temperature, Tensor):
-        return temperature, None
-    if temperature.dim() == 0 and temperature.is_cpu:
-        return float(temperature), None
-    return 1.0, _flat(temperature.float())
 
 
 def _flat(x: Tensor | None) -> Tensor | None:

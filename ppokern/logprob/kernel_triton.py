@@ -24,12 +24,12 @@ WARPS = 8
 RESIDENT = 4  # programs that a multiprocessor holds: their tiles in flight cover the latency
 MOVED_ROWS, MOVED_COLUMNS = 16, 512
 
-_LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
-_LARGEST = tl.constexpr(2e38)  # its product with log2(e) is finite
+LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+LARGEST = tl.constexpr(2e38)  # its product with log2(e) is finite
 
 
 @triton.jit
-def _taken(token_ids, id_stride, mask, mask_stride, row, inside):
+def taken_of(token_ids, id_stride, mask, mask_stride, row, inside):
     """Return the ids of rows and which rows take part."""
     token_id = tl.load(token_ids + row * id_stride, inside, other=-100)
     taken = token_id != -100
@@ -39,7 +39,7 @@ def _taken(token_ids, id_stride, mask, mask_stride, row, inside):
 
 
 @triton.jit
-def _row_start(row, row_offsets, row_stride, inside, ALIGNED: tl.constexpr):
+def row_start(row, row_offsets, row_stride, inside, ALIGNED: tl.constexpr):
     """Return where rows start, in elements from the first."""
     if row_offsets is not None:
         start = tl.load(row_offsets + row, inside, other=0)
@@ -49,18 +49,18 @@ def _row_start(row, row_offsets, row_stride, inside, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _inverse(temperature, temperatures, temperature_stride, row, taken):
+def inverse_of(temperature, temperatures, temperature_stride, row, taken):
     """Return ``1 / temperature`` of rows, finite where the temperature is above 0."""
     if temperatures is not None:
         each = tl.load(temperatures + row * temperature_stride, taken, other=1).to(tl.float32)
     else:
         each = tl.full(row.shape, temperature, tl.float32)
     inverse = tl.div_rn(tl.full(row.shape, 1.0, tl.float32), each)
-    return tl.where(inverse > _LARGEST, _LARGEST, inverse)
+    return tl.where(inverse > LARGEST, LARGEST, inverse)
 
 
 @triton.jit
-def _whole(column, width, ALIGNED: tl.constexpr):
+def whole(column, width, ALIGNED: tl.constexpr):
     """Return which columns are below `width`, or in its last vector.
 
     A bound that may lie inside a vector would split all of them.
@@ -69,17 +69,83 @@ def _whole(column, width, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _read(logits, start, column, taken, vocab_size, ALIGNED: tl.constexpr):
-    """Return a tile of logits, ``-inf`` outside."""
-    where = taken[:, None] & _whole(column, vocab_size, ALIGNED)[None, :]
-    raw = tl.load(logits + start[:, None] + column[None, :], where, other=float("-inf"))
-    return tl.where((column < vocab_size)[None, :], raw.to(tl.float32), float("-inf"))
+def read(logits, start, column, where, vocab_size, ALIGNED: tl.constexpr):
+    """Return a tile of logits, ``-inf`` outside; all arguments have two dimensions."""
+    where = where & whole(column, vocab_size, ALIGNED)
+    raw = tl.load(logits + start + column, where, other=float("-inf"))
+    return tl.where(column < vocab_size, raw.to(tl.float32), float("-inf"))
 
 
 @triton.jit
-def _finite(row_max):
+def finite(row_max):
     """Return maxima that can be subtracted from ``-inf``."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
+
+
+@triton.jit
+def from_other_maximum(tops, sums, terms, base, in_bits, ENTROPY: tl.constexpr):
+    """Return sums and entropy sums that count from `base`, where they did from `tops`."""
+    fall = tm.tempered_logit(tops, base, in_bits)  # bits, at most 0
+    weight = tl.exp2(fall)
+    if ENTROPY:
+        terms = tl.where(weight == 0.0, 0.0, weight * terms)
+        terms += tm.entropy_term(weight, fall) * tl.where(weight == 0.0, 0.0, sums)
+    return weight * sums, terms
+
+
+@triton.jit
+def combine(tops, sums, terms, own, inverse, taken, known, ENTROPY: tl.constexpr):
+    """Return log-prob, entropy, maximum and log-sum of rows, from parts of them and the tokens.
+
+    Maxima, sums and entropy sums of the parts, ``(rows, parts)``, are added in one tree.
+    """
+    row_max = tl.maximum(tl.max(tops, 1), own)
+    base, in_bits = finite(row_max), inverse * LOG2_E
+    sums, terms = from_other_maximum(tops, sums, terms, base[:, None], in_bits[:, None], ENTROPY)
+    rest, own_bits = tl.sum(sums, 1), tm.tempered_logit(own, base, in_bits)
+    own_weight = tl.exp2(own_bits)
+    log_sum = tl.where(own_weight == 1.0, tm.log1p(rest), tl.log(rest + own_weight))
+    forbidden = rest + own_weight == 0.0  # a row of nothing but -inf
+    logprob = tm.tempered_logit(own, base, inverse) - log_sum
+
+    bad = taken & ~known
+    logprob = tl.where(bad, float("nan"), tl.where(forbidden, float("-inf"), logprob))
+    log_sum = tl.where(bad, float("nan"), log_sum)
+    entropy = tl.zeros(own.shape, tl.float32)
+    if ENTROPY:
+        mean = LN_2 * (tl.sum(terms, 1) + tm.entropy_term(own_weight, own_bits))
+        entropy = tl.where(taken & ~forbidden, log_sum + mean / (rest + own_weight), 0.0)
+        entropy = tl.where(bad, float("nan"), entropy)
+    return (
+        tl.where(taken, logprob, 0.0),
+        entropy,
+        tl.where(taken, row_max, 0.0),
+        tl.where(taken, log_sum, 0.0),
+    )
+
+
+@triton.jit
+def gradient(
+    raw, is_own, row_max, log_sum, inverse, logprob, entropy, of_logprob, of_entropy, softcap,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Return the gradient of a tile of logits; what is of its rows is ``(rows, 1)``.
+
+    `of_logprob` and `of_entropy` are the slopes in these, None where there is none.
+    """
+    z = tm.softcap_logit(raw, softcap) if SOFTCAP else raw
+    bits = tm.tempered_logit(z, finite(row_max), inverse * LOG2_E) - log_sum * LOG2_E
+    prob = tl.exp2(bits)
+    grad = tl.zeros(raw.shape, tl.float32)
+    if of_logprob is not None:
+        own = of_logprob * tm.own_logprob_slope(logprob)
+        grad = tl.where(is_own, own, -of_logprob * prob)
+    if of_entropy is not None:
+        grad += of_entropy * tm.entropy_slope(prob, bits * LN_2, entropy)
+    grad *= inverse
+    if SOFTCAP:
+        grad *= tm.softcap_slope(raw, softcap)
+    return tl.where(row_max != float("-inf"), grad, 0.0)  # of a row of -inf, no logit has a slope
 
 
 _NUMBERS = ["row_stride", "id_stride", "mask_stride", "temperature_stride", "softcap", "rows"]
@@ -116,16 +182,16 @@ def reduce_kernel(
         segment = item % segments
         row = (item // segments).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = segment * COLUMNS + tl.arange(0, COLUMNS)
-        token_id, taken = _taken(token_ids, id_stride, mask, mask_stride, row, row < rows)
+        token_id, taken = taken_of(token_ids, id_stride, mask, mask_stride, row, row < rows)
         if tl.max(taken.to(tl.int32), 0) != 0:
-            start = _row_start(row, row_offsets, row_stride, row < rows, ALIGNED)
-            inverse = _inverse(temperature, temperatures, temperature_stride, row, taken)
-            z = _read(logits, start, column, taken, vocab_size, ALIGNED)
+            start = row_start(row, row_offsets, row_stride, row < rows, ALIGNED)
+            inverse = inverse_of(temperature, temperatures, temperature_stride, row, taken)
+            z = read(logits, start[:, None], column[None, :], taken[:, None], vocab_size, ALIGNED)
             if SOFTCAP:
                 z = tm.softcap_logit(z, softcap)
             z = tl.where(column[None, :] == token_id.to(tl.int32)[:, None], float("-inf"), z)
             top = tl.max(z, 1)
-            bits = tm.tempered_logit(z, _finite(top)[:, None], (inverse * _LOG2_E)[:, None])
+            bits = tm.tempered_logit(z, finite(top)[:, None], (inverse * LOG2_E)[:, None])
             weight = tl.exp2(bits)
             at = partials + row * segments + segment
             tl.store(at, top, taken)
@@ -165,10 +231,10 @@ def finish_kernel(
     """Combine the segments of rows, always in the same tree, and add the tokens themselves."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    token_id, taken = _taken(token_ids, id_stride, mask, mask_stride, row, inside)
+    token_id, taken = taken_of(token_ids, id_stride, mask, mask_stride, row, inside)
     known = taken & (token_id >= 0) & (token_id < vocab_size)
-    start = _row_start(row, row_offsets, row_stride, inside, False)
-    inverse = _inverse(temperature, temperatures, temperature_stride, row, taken)
+    start = row_start(row, row_offsets, row_stride, inside, False)
+    inverse = inverse_of(temperature, temperatures, temperature_stride, row, taken)
     own = tl.load(logits + start + token_id, known, other=float("-inf")).to(tl.float32)
     if SOFTCAP:
         own = tm.softcap_logit(own, softcap)
@@ -178,35 +244,19 @@ def finish_kernel(
     at = partials + row[:, None] * segments + segment[None, :]
     tops = tl.load(at, where, other=float("-inf"))
     sums = tl.load(at + rows * segments, where, other=0.0)
-    row_max = tl.maximum(tl.max(tops, 1), own)
-    base, in_bits = _finite(row_max), inverse * _LOG2_E
-    fall = tm.tempered_logit(tops, base[:, None], in_bits[:, None])  # bits, at most 0
-    rest = tl.sum(tl.exp2(fall) * sums, 1)
-    own_weight = tl.exp2(tm.tempered_logit(own, base, in_bits))
-    log_sum = tl.where(own_weight == 1.0, tm.log1p(rest), tl.log(rest + own_weight))
-    forbidden = rest + own_weight == 0.0  # a row of nothing but -inf
-    logprob = tm.tempered_logit(own, base, inverse) - log_sum
-
-    bad = taken & ~known
-    logprob = tl.where(bad, float("nan"), tl.where(forbidden, float("-inf"), logprob))
-    logprob = tl.where(taken, logprob, 0.0)
-    log_sum = tl.where(bad, float("nan"), log_sum)
-    mean_entropy = tl.zeros([ROWS], tl.float32)
+    terms = tl.zeros(tops.shape, tl.float32)
     if ENTROPY:
         terms = tl.load(at + 2 * rows * segments, where, other=0.0)
-        weights = tl.exp2(fall)
-        terms = tl.where(weights == 0.0, 0.0, weights * terms)
-        terms += tm.entropy_term(weights, fall) * tl.where(weights == 0.0, 0.0, sums)
-        own_term = tm.entropy_term(own_weight, tm.tempered_logit(own, base, in_bits))
-        mean = _LN_2 * (tl.sum(terms, 1) + own_term) / (rest + own_weight)
-        mean_entropy = tl.where(taken & ~forbidden, log_sum + mean, 0.0)
-        mean_entropy = tl.where(bad, float("nan"), mean_entropy)
+    logprob, mean_entropy, row_max, log_sum = combine(
+        tops, sums, terms, own, inverse, taken, known, ENTROPY
+    )
+    if ENTROPY:
         tl.store(entropy + row, mean_entropy, inside)
     tl.store(logprobs + row, logprob, inside)
     tl.store(found + 4 * row, logprob, inside)
     tl.store(found + 4 * row + 1, mean_entropy, inside)
-    tl.store(found + 4 * row + 2, tl.where(taken, row_max, 0.0), inside)
-    tl.store(found + 4 * row + 3, tl.where(taken, log_sum, 0.0), inside)
+    tl.store(found + 4 * row + 2, row_max, inside)
+    tl.store(found + 4 * row + 3, log_sum, inside)
 
 
 _SLOPES = ["grad_logprobs", "grad_entropy", "grad_logprob_stride", "grad_entropy_stride"]
@@ -249,40 +299,30 @@ def gradient_kernel(
         row = (item // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = (item % blocks) * COLUMNS + tl.arange(0, COLUMNS)
         inside = row < rows
-        token_id, taken = _taken(token_ids, id_stride, mask, mask_stride, row, inside)
+        token_id, taken = taken_of(token_ids, id_stride, mask, mask_stride, row, inside)
         grad = tl.zeros([ROWS, COLUMNS], tl.float32)
         if tl.max(taken.to(tl.int32), 0) != 0:
-            start = _row_start(row, row_offsets, row_stride, inside, ALIGNED)
-            inverse = _inverse(temperature, temperatures, temperature_stride, row, taken)
-            raw = _read(logits, start, column, taken, vocab_size, ALIGNED)
-            z = raw
-            if SOFTCAP:
-                z = tm.softcap_logit(raw, softcap)
-            top = tl.load(found + 4 * row + 2, taken, other=0.0)
-            base = _finite(top)
-            log_sum = tl.load(found + 4 * row + 3, taken, other=0.0)
-            bits = tm.tempered_logit(z, base[:, None], (inverse * _LOG2_E)[:, None])
-            bits -= (log_sum * _LOG2_E)[:, None]
-            prob = tl.exp2(bits)
+            start = row_start(row, row_offsets, row_stride, inside, ALIGNED)
+            inverse = inverse_of(temperature, temperatures, temperature_stride, row, taken)
+            raw = read(logits, start[:, None], column[None, :], taken[:, None], vocab_size, ALIGNED)
+            of_logprob, of_entropy = None, None
             if grad_logprobs is not None:
-                incoming = tl.load(grad_logprobs + row * grad_logprob_stride, taken, other=0.0)
-                incoming = incoming.to(tl.float32)
-                logprob = tl.load(found + 4 * row, taken, other=0.0)
-                own = incoming * tm.own_logprob_slope(logprob)
-                is_own = column[None, :] == token_id.to(tl.int32)[:, None]
-                grad = tl.where(is_own, own[:, None], -incoming[:, None] * prob)
+                of_logprob = tl.load(grad_logprobs + row * grad_logprob_stride, taken, other=0.0)
+                of_logprob = of_logprob.to(tl.float32)[:, None]
             if grad_entropy is not None:
-                incoming = tl.load(grad_entropy + row * grad_entropy_stride, taken, other=0.0)
-                mean = tl.load(found + 4 * row + 1, taken, other=0.0)
-                slope = tm.entropy_slope(prob, bits * _LN_2, mean[:, None])
-                grad += incoming.to(tl.float32)[:, None] * slope
-            grad *= inverse[:, None]
-            if SOFTCAP:
-                grad *= tm.softcap_slope(raw, softcap)
-            live = taken & (top != float("-inf"))  # of a row of -inf, no logit has a slope
-            grad = tl.where(live[:, None] & (column < vocab_size)[None, :], grad, 0.0)
-        to = _row_start(row, out_offsets, out_stride, inside, ALIGNED)
-        where = inside[:, None] & _whole(column, width, ALIGNED)[None, :]
+                of_entropy = tl.load(grad_entropy + row * grad_entropy_stride, taken, other=0.0)
+                of_entropy = of_entropy.to(tl.float32)[:, None]
+            at = found + 4 * row
+            logprob, entropy = tl.load(at, taken, other=0.0), tl.load(at + 1, taken, other=0.0)
+            row_max, log_sum = tl.load(at + 2, taken, other=0.0), tl.load(at + 3, taken, other=0.0)
+            grad = gradient(
+                raw, column[None, :] == token_id.to(tl.int32)[:, None], row_max[:, None],
+                log_sum[:, None], inverse[:, None], logprob[:, None], entropy[:, None],
+                of_logprob, of_entropy, softcap, SOFTCAP,
+            )  # fmt: skip
+            grad = tl.where(taken[:, None] & (column < vocab_size)[None, :], grad, 0.0)
+        to = row_start(row, out_offsets, out_stride, inside, ALIGNED)
+        where = inside[:, None] & whole(column, width, ALIGNED)[None, :]
         at = out + to[:, None] + column[None, :]
         tl.store(at, tm.rounded(grad, out.dtype.element_ty), where)
 
@@ -305,15 +345,15 @@ def move_up_kernel(
     it is read.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    where = _whole(column, width, ALIGNED)[None, :]
+    where = whole(column, width, ALIGNED)[None, :]
     for tile in range(0, tl.cdiv(rows, ROWS)):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         to = tl.load(destinations + row, row < rows, other=-1)
         moves = (to >= 0) & (to < row)
-        start = _row_start(row, out_offsets, out_stride, moves, ALIGNED)
+        start = row_start(row, out_offsets, out_stride, moves, ALIGNED)
         x = tl.load(out + start[:, None] + column[None, :], where & moves[:, None])
         tl.debug_barrier()  # the tile's rows are read, and may be written
-        end = _row_start(tl.where(moves, to, 0), out_offsets, out_stride, moves, ALIGNED)
+        end = row_start(tl.where(moves, to, 0), out_offsets, out_stride, moves, ALIGNED)
         tl.store(out + end[:, None] + column[None, :], x, where & moves[:, None])
 
 
@@ -336,7 +376,7 @@ def forward(
     if rows == 0:
         return logprobs, entropy, found
     logits = _dense(logits)
-    tokens = _tokens(logits, token_ids, mask, temperature, softcap, vocab_size)
+    tokens = tokens_of(logits, token_ids, mask, temperature, softcap, vocab_size)
     columns = min(TILE, triton.next_power_of_2(vocab_size))
     segments, tile_rows = triton.cdiv(vocab_size, columns), TILE // columns
     items = triton.cdiv(rows, tile_rows) * segments
@@ -347,7 +387,7 @@ def forward(
     programs = min(items, _launch.resident(logits.device, RESIDENT))
     with _launch.on_device_of(logits):
         reduce_kernel[(programs,)](
-            *tokens, segments, items, partials, **switches, ALIGNED=_aligned(logits),
+            *tokens, segments, items, partials, **switches, ALIGNED=aligned(logits),
             ROWS=tile_rows, COLUMNS=columns, num_warps=WARPS,
         )  # fmt: skip
         finish_kernel[(triton.cdiv(rows, finish_rows),)](
@@ -387,28 +427,33 @@ def backward(
     blocks, tile_rows = triton.cdiv(width, columns), TILE // columns
     items = triton.cdiv(rows, tile_rows) * blocks
     programs = min(items, _launch.resident(logits.device, RESIDENT))
-    aligned, out_rows = _aligned(out), _rows(out)
     with _launch.on_device_of(logits):
         gradient_kernel[(programs,)](
-            *_tokens(logits, token_ids, mask, temperature, softcap, vocab_size),
+            *tokens_of(logits, token_ids, mask, temperature, softcap, vocab_size),
             *_flat(grad_logprobs), *_flat(grad_entropy), found.contiguous(),
-            out, *out_rows, width, blocks, items,
-            SOFTCAP=softcap is not None, ALIGNED=aligned and _aligned(logits),
+            out, *_rows(out), width, blocks, items,
+            SOFTCAP=softcap is not None, ALIGNED=aligned(out) and aligned(logits),
             ROWS=tile_rows, COLUMNS=columns, num_warps=WARPS,
         )  # fmt: skip
         if compact:
             taken = token_ids.reshape(-1) != -100
-            taken = taken if mask is None else taken & mask.reshape(-1)
-            destinations = torch.where(taken, taken.cumsum(0) - 1, -1)
-            columns = min(MOVED_COLUMNS, columns)
-            move_up_kernel[(triton.cdiv(width, columns),)](
-                out, *out_rows, destinations, rows, width,
-                ALIGNED=aligned, ROWS=MOVED_ROWS, COLUMNS=columns, num_warps=WARPS,
-            )  # fmt: skip
+            move_up(out, taken if mask is None else taken & mask.reshape(-1))
     return out
 
 
-def _tokens(
+def move_up(out: Tensor, taken: Tensor) -> None:
+    """Move the rows ``(N,)`` that are taken to the first ones of `out`."""
+    width = out.shape[-1]
+    columns = min(MOVED_COLUMNS, triton.next_power_of_2(width))
+    destinations = torch.where(taken, taken.cumsum(0) - 1, -1)
+    with _launch.on_device_of(out):
+        move_up_kernel[(triton.cdiv(width, columns),)](
+            out, *_rows(out), destinations, len(taken), width,
+            ALIGNED=aligned(out), ROWS=MOVED_ROWS, COLUMNS=columns, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def tokens_of(
     logits: Tensor,
     token_ids: Tensor,
     mask: Tensor | None,
@@ -445,7 +490,7 @@ def _rows(x: Tensor) -> tuple[Tensor | None, int]:
         return offsets.reshape(-1), 0
 
 
-def _aligned(x: Tensor) -> bool:
+def aligned(x: Tensor) -> bool:
     """Return whether all rows of ``(..., V)`` start and end at whole vectors, as the first does."""
     return all(n % 16 == 0 for n in (x.shape[-1], *x.stride()[:-1]))
 

@@ -204,7 +204,7 @@ def _logprobs(
         temperature = _check.positive("temperature", temperature)
     softcap = checked_softcap(softcap)
     _check.token_ids(ids, mask, vocab_size)
-    backend = "" if compiling else _backend.named()
+    backend = _backend.asked_for()
     logprobs, entropy, *_ = _selected_logprobs(
         logits, ids, mask, temperatures, temperature, softcap, vocab_size, with_entropy, backend,
         inplace_backward,

@@ -36,7 +36,7 @@ _TOKENS, _SEQUENCES, _LOSS = (tl.constexpr(i) for i in range(13, 16))
 
 
 @triton.jit
-def _read(x, token, valid):
+def read(x, token, valid):
     return tl.load(x + token, valid, other=0.0).to(tl.float32)
 
 
@@ -56,12 +56,12 @@ def _span(cu_seqlens, length, tokens):
 
 
 @triton.jit
-def _scaled(term, scale, valid):
+def scaled(term, scale, valid):
     return tl.where(valid & (scale != 0.0), scale * term, 0.0)
 
 
 @triton.jit
-def _surrogate(
+def surrogate(
     log_ratio, logprob, old_logprob, advantage, weights, token, valid, low, high, dual_clip, limit
 ):
     """Return loss, slope in the log-ratio, where it is flat, ratio: `reference.surrogate`."""
@@ -73,7 +73,7 @@ def _surrogate(
     broken = ~_is_finite(old_logprob) | ~_is_finite(advantage)
     broken |= (logprob != logprob) | (logprob == float("inf"))
     if weights is not None:
-        weight = _read(weights, token, valid)
+        weight = read(weights, token, valid)
         loss = tl.where(weight == 0.0, 0.0, weight * loss)
         slope = tl.where(weight == 0.0, 0.0, weight * slope)
         broken |= ~_is_finite(weight)
@@ -102,7 +102,7 @@ def mean_log_ratio_kernel(
         valid = token < end
         if mask is not None:
             valid &= tl.load(mask + token, valid, other=0) != 0
-        total += _read(logprobs, token, valid) - _read(old_logprobs, token, valid)
+        total += read(logprobs, token, valid) - read(old_logprobs, token, valid)
         count += valid.to(tl.float32)
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1.0)
     tl.store(means + tl.program_id(0), mean)
@@ -177,18 +177,18 @@ def loss_kernel(
             valid &= tl.load(mask + token, inside, other=0) != 0
         loss = tl.zeros([BLOCK], tl.float32)
         if logprobs is not None:
-            logprob = _read(logprobs, token, valid)
-            old_logprob = _read(old_logprobs, token, valid)
-            advantage = _read(advantages, token, valid)
+            logprob = read(logprobs, token, valid)
+            old_logprob = read(old_logprobs, token, valid)
+            advantage = read(advantages, token, valid)
             own_log_ratio = logprob - old_logprob
             log_ratio = own_log_ratio
             if means is not None:
                 log_ratio = tl.where(valid, tl.load(means + program), 0.0)
-            term, slope, flat, ratio = _surrogate(
+            term, slope, flat, ratio = surrogate(
                 log_ratio, logprob, old_logprob, advantage, weights, token, valid,
                 low, high, dual_clip, limit,
             )  # fmt: skip
-            policy = _scaled(term, scale, valid)
+            policy = scaled(term, scale, valid)
             of_policy += policy
             loss += policy
             of_ratio += tl.where(valid, ratio, 0.0)
@@ -205,37 +205,37 @@ def loss_kernel(
                 tl.store(ratio_slopes + token, slope, inside)
                 slope = tl.zeros([BLOCK], tl.float32)
             if entropy is not None:
-                of_token = _read(entropy, token, valid)
+                of_token = read(entropy, token, valid)
                 of_entropy += of_token
                 if entropy_slopes is not None:
-                    bonus = _scaled(of_token, scale, valid)
+                    bonus = scaled(of_token, scale, valid)
                     of_scaled_entropy += bonus
                     loss -= entropy_coef * bonus
                     rise = tl.where(valid, -entropy_coef * scale, 0.0)
                     tl.store(entropy_slopes + token, rise, inside)
             if ref_logprobs is not None:
-                log_ratio = logprob - _read(ref_logprobs, token, valid)
+                log_ratio = logprob - read(ref_logprobs, token, valid)
                 of_token = tm.kl(log_ratio, KL)
                 of_kl += tl.where(valid, of_token, 0.0)
                 if kl_coef != 0.0:
-                    penalty = _scaled(of_token, scale, valid)
+                    penalty = scaled(of_token, scale, valid)
                     of_scaled_kl += penalty
                     loss += kl_coef * penalty
-                    slope += _scaled(tm.kl_slope(log_ratio, KL), kl_coef * scale, valid)
+                    slope += scaled(tm.kl_slope(log_ratio, KL), kl_coef * scale, valid)
             if logprob_slopes is not None:
                 tl.store(logprob_slopes + token, slope, inside)
         if values is not None:
             counts = valid
             if value_mask is not None:
                 counts = inside & (tl.load(value_mask + token, inside, other=0) != 0)
-            value, target = _read(values, token, counts), _read(returns, token, counts)
+            value, target = read(values, token, counts), read(returns, token, counts)
             if old_values is not None:
-                old_value = _read(old_values, token, counts)
+                old_value = read(old_values, token, counts)
                 term, slope, larger = tm.clip_value(value, old_value, target, value_clip)
                 of_clipped += tl.where(counts & larger, 1.0, 0.0)
             else:
                 term, slope = tm.value_error(value, target)
-            term = _scaled(term, value_scale, counts)
+            term = scaled(term, value_scale, counts)
             of_value += term
             if value_slopes is not None:
                 loss += value_coef * term

@@ -1,5 +1,6 @@
 """The clipped PPO losses: the public functions, and how they are differentiated."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from ppokern.ppo_loss.reference import Inputs, Options, Output
 KERNELS = {
     "torch": reference.forward,
     "cpu": kernel_native.forward,
+    "cuda": partial(kernel_native.forward, on_cuda=True),
     "triton": "ppokern.ppo_loss.kernel_triton:forward",
 }
 AGGREGATES = ("token_mean", "sequence_mean", "sequence_sum", "sum", "none")
@@ -167,7 +169,7 @@ def checked_tensors(like: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor |
 def run(x: Inputs, o: Options) -> Loss:
     """Run the op on checked arguments."""
     x = Inputs(*x[:3], *(_check.constant(t) for t in x[3:]))
-    backend = _backend.named() if not torch.compiler.is_compiling() else ""
+    backend = _backend.asked_for()
     loss, stats, *_ = _ppo_loss(*x, *o, backend)
     return Loss(loss, dict(zip(reference.stat_names(x, o), stats.unbind(), strict=True)))
 

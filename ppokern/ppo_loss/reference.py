@@ -231,29 +231,34 @@ def kl_slopes(logprobs: Tensor, ref_logprobs: Tensor, scale: Tensor, o: Options)
 
 
 class TokenSlopes:
-    """The loss's slopes for some tokens of a call at a time, before all log-probs are known."""
+    """The loss's slopes for some tokens of a call at a time, before all log-probs are known.
+
+    Its tensors are flat, dense and of the arithmetic's dtype, and 0 at masked positions.
+    """
 
     def __init__(self, x: Inputs, o: Options, valid: Tensor, dtype: torch.dtype) -> None:
         """Take a call with a ratio per token, but for its log-probs, entropy and mask."""
         sequences = Sequences(valid.shape, x.cu_seqlens)
         scale = token_scale(valid, sequences, o.aggregate, x.denominator, dtype)
-        self._o, self._scale = o, scale.view(-1)
-        self._old_logprobs, self._advantages = (
+        self.options, self.scale = o, scale.view(-1)
+        self.old_logprobs, self.advantages = (
             _masked(t, valid, dtype).view(-1) for t in (x.old_logprobs, x.advantages)
         )
-        self._weights, self._ref_logprobs = (
+        self.weights, self.ref_logprobs = (
             None if t is None else _masked(t, valid, dtype).view(-1)
-            for t in (x.weights, x.ref_logprobs)
+            for t in (x.weights, x.ref_logprobs if o.kl_coef != 0 else None)
         )
 
-    def __call__(self, logprobs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, logprobs: Tensor, rows: Tensor | slice
+    ) -> tuple[Tensor, Tensor | None]:
         """Return some tokens' slopes in log-probs and in entropies (None: no bonus)."""
-        o, scale, old = self._o, self._scale[rows], self._old_logprobs[rows]
-        weights = None if self._weights is None else self._weights[rows]
-        slope = surrogate(logprobs - old, logprobs, old, self._advantages[rows], weights, o)[1]
+        o, scale, old = self.options, self.scale[rows], self.old_logprobs[rows]
+        weights = None if self.weights is None else self.weights[rows]
+        slope = surrogate(logprobs - old, logprobs, old, self.advantages[rows], weights, o)[1]
         slope = scale * slope
-        if self._ref_logprobs is not None and o.kl_coef != 0:
-            slope = slope + kl_slopes(logprobs, self._ref_logprobs[rows], scale, o)
+        if self.ref_logprobs is not None:
+            slope = slope + kl_slopes(logprobs, self.ref_logprobs[rows], scale, o)
         return slope, -o.entropy_coef * scale if o.entropy_coef != 0 else None
 
 
