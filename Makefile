@@ -28,7 +28,7 @@ bench: $(READY)
 # The op tests on each instruction set, and on kernels built with ASan and UBSan; OPS is a part.
 OPS := $(wildcard tests/test_*.py)
 OPS := $(filter-out tests/test_packaging.py tests/test_readme.py tests/test_triton.py,$(OPS))
-OPS := $(filter-out tests/test_cuda_on_cpu.py,$(OPS))
+OPS := $(filter-out tests/test_cuda_on_cpu.py tests/test_cuda.py,$(OPS))
 SANITIZED := build/sanitize/lib
 SANITIZERS = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0
@@ -72,7 +72,8 @@ cuda-on-cpu: $(READY)
 	$(ON_CPU)/plain PPOKERN_CUDA_ON_CPU_ORDER=random $(CUDA_TESTS) --sample 20
 	$(ON_CPU)/sanitize $(SANITIZERS) $(CUDA_TESTS)
 
-# Registers, stack and loads of every Triton kernel; needs no GPU.
+# Registers, stack and loads of every Triton and CUDA kernel, and the least time that the ops take
+# by a GPU's bandwidth; needs no GPU.
 kernel-report: $(TRITON)
 	$(PYTHON) -m benchmarks.kernel_report
 

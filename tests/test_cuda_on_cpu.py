@@ -132,7 +132,7 @@ def test_an_order_that_is_none() -> None:
 
 # The op tests -------------------------------------------------------------------------------------
 
-ROOMS = ("gae",)
+ROOMS = ("logprob", "logprob_cuda", "linear", "linear_loss", "linear_cuda", "gae", "ppo_loss")
 
 
 @pytest.mark.parametrize("order", ORDERS)
