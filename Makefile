@@ -1,5 +1,5 @@
-# make demo | test | bench | lint | types | capabilities | sanitize | triton | interpreted | venv
-#      kernel-report | gpu-check
+# make demo | test | bench | lint | types | capabilities | sanitize | triton | interpreted | cuda-on-cpu
+#      kernel-report | gpu-check | venv
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -7,8 +7,10 @@ READY := $(VENV)/.ready
 TRITON := $(VENV)/.triton
 DEMO_DATA := trainer/presets/demo-requirements.txt
 CSRC := $(wildcard csrc/* csrc/*/*)
+HARNESS := $(wildcard tests/cuda_on_cpu/*)
 
-.PHONY: demo test bench lint types capabilities sanitize triton interpreted kernel-report gpu-check venv
+.PHONY: demo test bench lint types capabilities sanitize triton interpreted cuda-on-cpu
+.PHONY: kernel-report gpu-check venv
 
 demo:
 	@start=$$(date +%s); $(MAKE) --silent $(READY); seconds=$$(($$(date +%s) - start)); \
@@ -25,17 +27,17 @@ bench: $(READY)
 
 # The op tests on each instruction set, and on kernels built with ASan and UBSan; OPS is a part.
 OPS := $(wildcard tests/test_*.py)
-OPS := $(filter-out $(patsubst %,tests/test_%.py,packaging readme triton gpu_check),$(OPS))
+OPS := $(filter-out $(patsubst %,tests/test_%.py,packaging readme triton gpu_check cuda cuda_on_cpu),$(OPS))
 SANITIZED := build/sanitize/lib
+SANITIZERS = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0
 
 capabilities: $(READY)
 	PPOKERN_CPU_CAPABILITY=default $(PYTHON) -m pytest -q -k cpu $(OPS)
 	PPOKERN_CPU_CAPABILITY=avx2 $(PYTHON) -m pytest -q -k cpu $(OPS)
 
 sanitize: $(SANITIZED)
-	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 PYTHONSAFEPATH=1 PYTHONPATH=$(SANITIZED) \
-	$(PYTHON) -m pytest -q $(OPS)
+	$(SANITIZERS) PYTHONSAFEPATH=1 PYTHONPATH=$(SANITIZED) $(PYTHON) -m pytest -q $(OPS)
 
 $(SANITIZED): $(READY) $(CSRC)
 	PPOKERN_BUILD=sanitize $(PYTHON) setup.py -q build --build-base build/sanitize --build-lib $@
@@ -44,7 +46,7 @@ $(SANITIZED): $(READY) $(CSRC)
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.h %.cpp,$(CSRC))
+	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.h %.cpp %.cu %.cuh,$(CSRC) $(HARNESS))
 
 types: $(READY)
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
@@ -58,7 +60,22 @@ triton: interpreted
 interpreted: $(TRITON)
 	TRITON_INTERPRET=1 $(PYTHON) -m pytest -q -k triton $(wildcard tests/test_*.py)
 
-# Registers, stack and loads of every Triton kernel; needs no GPU.
+# The CUDA kernels without a GPU: compiled by g++, and run on the CPU through every test of their
+# ops, then a part of them in other orders of threads, and all with ASan and UBSan. `make test` has
+# a few cases. What the harness catches is in tests/test_cuda_on_cpu.py.
+ON_CPU := PPOKERN_CUDA_ON_CPU=$(CURDIR)/build/cuda_on_cpu
+CUDA_TESTS := $(PYTHON) -m pytest -q -k cuda $(OPS)
+
+cuda-on-cpu: $(READY)
+	$(PYTHON) -m pytest -q tests/test_cuda_on_cpu.py
+	$(PYTHON) tests/cuda_on_cpu/build.py --sanitize
+	$(ON_CPU)/plain $(CUDA_TESTS)
+	$(ON_CPU)/plain PPOKERN_CUDA_ON_CPU_ORDER=descending $(CUDA_TESTS) --sample 20
+	$(ON_CPU)/plain PPOKERN_CUDA_ON_CPU_ORDER=random $(CUDA_TESTS) --sample 20
+	$(ON_CPU)/sanitize $(SANITIZERS) $(CUDA_TESTS)
+
+# Registers, stack and loads of every Triton and CUDA kernel, and the least time that the ops take
+# by a GPU's bandwidth; needs no GPU.
 kernel-report: $(TRITON)
 	$(PYTHON) -m benchmarks.kernel_report
 

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime import jit
 
+from benchmarks import cuda_report, roofline
 from ppokern.gae import kernel_triton as gae
 from ppokern.linear import kernel_triton as linear
 from ppokern.linear.reference import Chunk, Head, Plan
@@ -349,6 +350,8 @@ def main() -> None:
             on_amd = isinstance(arch, str)
             numbers = compiled_for_amd(launch) if on_amd else compiled(launch, arch)[:-1]
             print(f"{name:26} {label:24} {arch:<6} {' '.join(f'{x:9}' for x in numbers)}")
+    cuda_report.report([arch for arch in ARCHS if not wanted or str(arch) in wanted])
+    roofline.report()
 
 
 if __name__ == "__main__":

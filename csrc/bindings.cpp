@@ -1,93 +1,16 @@
-// The module ppokern._native: one line per function. A tensor arrives as (address, sequence stride,
-// step stride), or its address alone where it is dense; logits arrive as (address, address of row
-// offsets, row stride), so that nothing here knows of torch.
+// The module ppokern._native: one line per function.
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include "bindings.h"
 
 #include <cstdlib>
-#include <optional>
-#include <string>
-#include <tuple>
-
-#include "gae/gae.h"
-#include "logprob/logprob.h"
-#include "ppo_loss/ppo_loss.h"
-
-namespace py = pybind11;
-using namespace ppokern;
-
-template <class T>
-struct py::detail::type_caster<View<T>> {
-  PYBIND11_TYPE_CASTER(View<T>, const_name("int | tuple[int, int, int]"));
-
-  bool load(handle source, bool) {
-    if (PyLong_Check(source.ptr())) {
-      value = {reinterpret_cast<T*>(source.cast<uintptr_t>()), 1, 0};
-      return true;
-    }
-    const auto [address, sequence, step] = source.cast<std::tuple<uintptr_t, int64_t, int64_t>>();
-    value = {reinterpret_cast<T*>(address), sequence, step};
-    return true;
-  }
-};
-
-template <class T>
-struct py::detail::type_caster<Dense<T>> {
-  PYBIND11_TYPE_CASTER(Dense<T>, const_name("int"));
-
-  bool load(handle source, bool) {
-    value = {reinterpret_cast<T*>(source.cast<uintptr_t>())};
-    return true;
-  }
-};
-
-template <>
-struct py::detail::type_caster<Rows> {
-  PYBIND11_TYPE_CASTER(Rows, const_name("tuple[int, int, int]"));
-
-  bool load(handle source, bool) {
-    const auto [data, offsets, stride] = source.cast<std::tuple<uintptr_t, uintptr_t, int64_t>>();
-    value = {reinterpret_cast<void*>(data), reinterpret_cast<const int64_t*>(offsets), stride};
-    return true;
-  }
-};
-
-// A function of an argument struct, as a Python function of the struct's fields in their order.
-template <class... Fields, class Args, class Result>
-auto takes(Result (*function)(const Args&)) {
-  return [function](Fields... fields) { return function(Args{fields...}); };
-}
-
-using Floats = View<const float>;
-using Bools = View<const uint8_t>;
-using Ints = View<const int64_t>;
-using Output = View<float>;
-using In = Dense<const float>;
-using Flags = Dense<const uint8_t>;
-using Out = Dense<float>;
-using Number = std::optional<float>;
 
 PYBIND11_MODULE(_native, m) {
   const py::call_guard<py::gil_scoped_release> release;
   m.def("cpu_capability", &cpu_capability);
   m.def("getenv", &std::getenv);
-  m.def("gae",
-        takes<Floats, Floats, Bools, Bools, Bools, Floats, Floats, Output, Output, Ints, int64_t,
-              int64_t, float, float, bool, int>(&gae_cpu),
-        release);
+  m.def("gae", gae_fields(&gae_cpu), release);
   m.def("token_ids_fit", takes<Ints, Bools, int64_t, int64_t>(&token_ids_fit), release);
-  m.def("logprob_forward",
-        takes<Rows, int, Ints, Bools, Floats, float, float, int64_t, int64_t, int, Output, Output,
-              View<LogprobRow>>(&logprob_forward_cpu),
-        release);
-  m.def("logprob_backward",
-        takes<Rows, int, Ints, Bools, Floats, float, float, int64_t, int64_t, int, Floats, Floats,
-              View<const LogprobRow>, Rows, int64_t, bool>(&logprob_backward_cpu),
-        release);
-  m.def("ppo_loss",
-        takes<In, In, In, In, In, In, In, In, In, Flags, Flags, Dense<const int64_t>, Number,
-              Number, int64_t, int64_t, double, double, float, float, std::string, float, float,
-              std::string, float, float, int, Out, Out, Out, Out, Out, Out>(&ppo_loss_cpu),
-        release);
+  m.def("logprob_forward", logprob_forward_fields(&logprob_forward_cpu), release);
+  m.def("logprob_backward", logprob_backward_fields(&logprob_backward_cpu), release);
+  m.def("ppo_loss", ppo_loss_fields(&ppo_loss_cpu), release);
 }

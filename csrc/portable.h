@@ -43,7 +43,7 @@ struct Rows {
   int64_t stride;
 
   template <class T>
-  T* at(int64_t row) const {
+  PPOKERN_HOST_DEVICE T* at(int64_t row) const {
     return static_cast<T*>(data) + (offsets ? offsets[row] : row * stride);
   }
 };
@@ -53,7 +53,7 @@ template <class T>
 struct Dense {
   T* data;
 
-  explicit operator bool() const { return data != nullptr; }
+  PPOKERN_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
 };
 
 // Of packed sequences; out of bounds there would be memory of others.
@@ -76,43 +76,60 @@ struct Fp16 {
 };
 
 template <class To, class From>
-inline To bit_cast(From from) {
+PPOKERN_HOST_DEVICE inline To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
   std::memcpy(&to, &from, sizeof to);
   return to;
 }
 
-inline float widen(float x) { return x; }
+PPOKERN_HOST_DEVICE inline float widen(float x) { return x; }
 
-inline float widen(Bf16 x) { return bit_cast<float>(uint32_t{x.bits} << 16); }
+PPOKERN_HOST_DEVICE inline float widen(Bf16 x) { return bit_cast<float>(uint32_t{x.bits} << 16); }
 
-inline float widen(Fp16 x) {
+PPOKERN_HOST_DEVICE inline float widen(Fp16 x) {
+#if defined(__CUDA_ARCH__)
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+  return wide;
+#else
   const uint32_t sign = uint32_t{x.bits} >> 15 << 31, rest = x.bits & 0x7fff;
   if (rest < 0x0400) {  // subnormal: a multiple of 2^-24
     return bit_cast<float>(sign | bit_cast<uint32_t>(static_cast<float>(rest) * 0x1p-24f));
   }
   return bit_cast<float>(sign | ((rest << 13) + (rest < 0x7c00 ? 112u << 23 : 224u << 23)));
+#endif
 }
 
 // To nearest, ties to even; a NaN stays one.
 template <class T>
-inline T narrow(float x);
+PPOKERN_HOST_DEVICE inline T narrow(float x);
 
 template <>
-inline float narrow<float>(float x) {
+PPOKERN_HOST_DEVICE inline float narrow<float>(float x) {
   return x;
 }
 
 template <>
-inline Bf16 narrow<Bf16>(float x) {
+PPOKERN_HOST_DEVICE inline Bf16 narrow<Bf16>(float x) {
+#if defined(__CUDA_ARCH__)
+  Bf16 near;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(near.bits) : "f"(x));
+  return near;
+#else
   const uint32_t bits = bit_cast<uint32_t>(x);
   if (x != x) return {static_cast<uint16_t>(bits >> 16 | 0x40)};
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+#endif
 }
 
 template <>
-inline Fp16 narrow<Fp16>(float x) {
+PPOKERN_HOST_DEVICE inline Fp16 narrow<Fp16>(float x) {
+#if defined(__CUDA_ARCH__)
+  Fp16 near;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(near.bits) : "f"(x));
+  return near;
+#else
   const uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
   uint32_t half;
   if (rest > 0x7f800000) {
@@ -123,6 +140,7 @@ inline Fp16 narrow<Fp16>(float x) {
     half = std::min((rest + 0xfff + (rest >> 13 & 1) - (112u << 23)) >> 13, 0x7c00u);
   }
   return {static_cast<uint16_t>(sign | half)};
+#endif
 }
 
 enum class Isa { kDefault, kAvx2, kAvx512, kAvx512Bf16 };

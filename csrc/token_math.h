@@ -9,13 +9,13 @@ namespace {
 // softcap * tanh(logit / softcap); a forbidden token (-inf) stays forbidden.
 // Gemma 2 (2024), section 2.
 template <class F>
-inline F softcap_logit(F logit, float softcap) {
+PPOKERN_HOST_DEVICE inline F softcap_logit(F logit, float softcap) {
   return logit == -std::numeric_limits<float>::infinity() ? logit : softcap * tanh(logit / softcap);
 }
 
 // 1 - tanh(logit / softcap)^2.
 template <class F>
-inline F softcap_slope(F logit, float softcap) {
+PPOKERN_HOST_DEVICE inline F softcap_slope(F logit, float softcap) {
   const F t = tanh(logit / softcap);
   return 1 - t * t;
 }

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,15 +24,30 @@ Kernel = TypeVar("Kernel")
 NAMES = ("torch", "cpu", "triton", "cuda")
 _FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# For each op the default for CUDA tensors, the first that is there. Unmeasured: no run on a GPU has
+# compared them yet.
+ON_CUDA = {
+    "selected_logprobs": ("triton", "cuda"),
+    "linear_selected_logprobs": ("triton", "cuda"),
+    "linear_ppo_loss": ("triton", "cuda"),
+    "gae": ("triton", "cuda"),
+    "ppo_loss": ("triton", "cuda"),
+}
 
-def _load_native() -> ModuleType | None:
+
+def _load(name: str) -> ModuleType | None:
     try:
-        return importlib.import_module("ppokern._native")
+        return importlib.import_module(f"ppokern.{name}")
     except ImportError:
         return None
 
 
-native = _load_native()  # the C++ kernels, None where they were not built
+# in tests, a folder with the CUDA kernels as g++ compiles them, which run on CPU tensors
+_CUDA_ON_CPU = os.environ.get("PPOKERN_CUDA_ON_CPU", "")
+if _CUDA_ON_CPU:
+    sys.modules["ppokern"].__path__.insert(0, _CUDA_ON_CPU)
+native = _load("_native")  # the C++ kernels, None where they were not built
+cuda = _load("_cuda")  # the CUDA kernels, None where they were not built
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it once too
 # os.environ raises an error and catches it where there is no such variable: 4 us
 _environment = os.environ.get if native is None else native.getenv
@@ -42,8 +58,10 @@ _named: ContextVar[str | None] = ContextVar("ppokern_backend", default=None)
 def available_backends() -> tuple[str, ...]:
     """Return the names of the backends that this installation can run, `torch` first."""
     cpu = ("cpu",) if native is not None else ()
-    triton = ("triton",) if _has_triton() and (_INTERPRETED or torch.cuda.is_available()) else ()
-    return ("torch", *cpu, *triton)
+    on_cuda = torch.cuda.is_available()
+    triton = ("triton",) if _has_triton() and (_INTERPRETED or on_cuda) else ()
+    compiled = ("cuda",) if cuda is not None and (_CUDA_ON_CPU or on_cuda) else ()
+    return ("torch", *cpu, *triton, *compiled)
 
 
 @cache
@@ -64,9 +82,12 @@ def _check_name(source: str, name: str) -> str:
     if name not in NAMES:
         raise ValueError(f"{source}: expected one of {NAMES}, got {name!r}")
     if name not in available_backends():
-        need = " (it needs Triton and CUDA, or TRITON_INTERPRET=1 from the start)"
+        needs = {
+            "triton": " (it needs Triton and CUDA, or TRITON_INTERPRET=1 from the start)",
+            "cuda": " (it needs CUDA, and a package that was built where nvcc was)",
+        }
         raise ValueError(
-            f"{source}: backend {name!r} is not available here{need if name == 'triton' else ''}; "
+            f"{source}: backend {name!r} is not available here{needs.get(name, '')}; "
             f"available: {available_backends()}"
         )
     return name
@@ -117,7 +138,7 @@ def select(
     """Return the kernel of `op` for a device and an arithmetic dtype.
 
     Args:
-        op: the public name, for the message.
+        op: the public name.
         kernels: the room's table; a path, as of `pkgutil.resolve_name`, stands for what is there.
         name: what `asked_for` returned: the backend asked for, empty for the default.
         device: where the tensors are.
@@ -131,9 +152,13 @@ def select(
     if dtype in _FAST_DTYPES:
         if device.type == "cpu" and native and "cpu" in kernels:
             able.append("cpu")
-        if "triton" in kernels and _runs_triton(device, name):
+        if "cuda" in kernels and cuda and _runs(device, name, "cuda", bool(_CUDA_ON_CPU)):
+            able.append("cuda")
+        if "triton" in kernels and _has_triton() and _runs(device, name, "triton", _INTERPRETED):
             able.append("triton")
-    name = name or able[-1]  # in the order of speed
+    if not name:
+        best = ON_CUDA[op] if device.type == "cuda" else ("cpu",)
+        name = next((n for n in best if n in able), "torch")
     if name not in able:
         raise ValueError(
             f"{op}: backend {name!r} cannot do {dtype} on {device.type}; can: {', '.join(able)}"
@@ -145,7 +170,6 @@ def select(
 _at_path = cache(pkgutil.resolve_name)
 
 
-def _runs_triton(device: torch.device, name: str) -> bool:
-    """Return whether Triton runs there: on the CPU interpreted, slowly, so by name only."""
-    by_name = _INTERPRETED and name == "triton"
-    return (by_name if device.type == "cpu" else device.type == "cuda") and _has_triton()
+def _runs(device: torch.device, name: str, backend: str, on_cpu: bool) -> bool:
+    """Return whether kernels for CUDA run there: on the CPU slowly, in tests, so by name only."""
+    return (on_cpu and name == backend) if device.type == "cpu" else device.type == "cuda"

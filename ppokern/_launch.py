@@ -1,4 +1,4 @@
-"""What launches of Triton kernels share."""
+"""What launches of kernels on a GPU share."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -8,8 +8,13 @@ from torch import Tensor
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Make the device of `x` the current one, on which Triton launches."""
+    """Make the device of `x` the current one, on which kernels are launched."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def stream(x: Tensor) -> int:
+    """Return the address of the stream on which the caller works."""
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
 def resident(device: torch.device, per_multiprocessor: int) -> int:

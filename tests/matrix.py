@@ -7,8 +7,10 @@ import torch
 
 OPS = ("logprob", "linear", "gae", "whiten", "ppo_loss", "reward", "packing")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-TRITON_DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+GPU = "cuda" if torch.cuda.is_available() else "cpu"
+# kernels for a GPU that a Python interpreter runs, or g++ compiled
+TRITON_DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else GPU
+CUDA_DEVICE = "cpu" if "PPOKERN_CUDA_ON_CPU" in os.environ else GPU
 
 
 class Can(NamedTuple):
@@ -22,4 +24,5 @@ CAN = {
     "torch": Can(OPS, FLOATS),
     "cpu": Can(("logprob", "linear", "gae", "ppo_loss"), FLOATS[:3]),
     "triton": Can(OPS[:-1], FLOATS[:3], TRITON_DEVICE),
+    "cuda": Can(("logprob", "linear", "gae", "ppo_loss"), FLOATS[:3], CUDA_DEVICE),
 }

@@ -1,9 +1,10 @@
-"""The C++ kernel of `gae`: layouts, strides, lanes, instruction sets, threads."""
+"""The kernels of `gae` in C++ and CUDA: layouts, strides, lanes, instruction sets, threads."""
 
 import itertools
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,29 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matrix import CUDA_DEVICE
 from measure import CAPABILITIES, on_instruction_set
 from torch import Tensor
 
 from ppokern import available_backends
-from ppokern.gae.kernel_native import gae
+from ppokern.gae import kernel_native
 
 pytestmark = pytest.mark.skipif("cpu" not in available_backends(), reason="no C++ kernels built")
+KERNELS = {"cpu": kernel_native.gae}
+if "cuda" in available_backends() and CUDA_DEVICE == "cpu":  # compiled by g++
+    KERNELS["cuda"] = partial(kernel_native.gae, on_cuda=True)
+gae = kernel_native.gae  # the one that `run` takes
+on_cpu = pytest.mark.parametrize("kernel", ["cpu"], indirect=True)
 
 FLAGS = ("none", "bootstrap", "continues", "both")
 LAYOUTS = ("BT", "TB", "packed")
 Call = dict[str, Any]
+
+
+@pytest.fixture(autouse=True, params=KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys.modules[__name__], "gae", KERNELS[request.param])
+    return request.param
 
 
 def walk(call: Call, at: list[tuple[int, ...]], last_value: float, real: type) -> list[list[float]]:
@@ -244,11 +257,31 @@ def test_int32_boundaries() -> None:
     assert torch.equal(run(call)[0], run(narrow)[0])
 
 
-@pytest.mark.parametrize("bounds", [[0, 5, 3, 9], [1, 9], [0, 10], [0, 8], [0, -1, 9]])
-def test_boundaries_out_of_bounds_are_refused(bounds: list[int]) -> None:
-    call = make("packed", [9], last_values=False)
+@pytest.mark.parametrize(
+    "bounds", [[0, 5, 3, 9], [1, 9], [0, 10], [0, 8], [0, -1, 9], [0, 2**40, 9], [0]]
+)
+def test_boundaries_out_of_bounds_are_refused(kernel: str, bounds: list[int]) -> None:
+    """On CUDA, where nobody reads them back, all results are NaN."""
+    call = make("packed", [9], last_values=False) | {"cu_seqlens": torch.tensor(bounds)}
+    if kernel == "cuda":
+        out, finite = run(call)
+        assert out.isnan().all() and not finite
+        return
     with pytest.raises(ValueError, match="cu_seqlens: expected non-decreasing values from 0 to 9"):
-        run(call | {"cu_seqlens": torch.tensor(bounds)})
+        run(call)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("length", [60, 65, 511, 514, 1023, 2051])
+def test_lengths_about_tiles(layout: str, length: int) -> None:
+    """Several tiles of every team, rows that begin at any address, a gap as long as two tiles."""
+    lengths = [length - i for i in range(5)] if layout == "packed" else [length] * 5
+    call = make(layout, lengths, flags="both", masked=0.1, next_values=True)
+    for decay in (False, True):
+        assert_right(call | {"decay": decay})
+    call = make(layout, lengths, masked=0.1, decay=True)
+    call["mask"].view(-1)[length // 4 : -length // 8] = False
+    assert_right(call)
 
 
 # What is wrong is NaN at its place, and reported -------------------------------------------------
@@ -360,6 +393,7 @@ def test_a_sequence_alone_or_among_others(layout: str, masked: float) -> None:
         assert torch.equal(run(call | alone)[0], torch.stack([pick(x) for x in out])), s
 
 
+@on_cpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_threads(layout: str) -> None:
     """Enough elements for several threads, and fewer sequences than threads."""
@@ -376,6 +410,7 @@ def test_threads(layout: str) -> None:
         assert torch.equal(outs[0][0], outs[2][0])
 
 
+@on_cpu
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_instruction_sets_give_the_same_bits(capability: str, tmp_path: Path) -> None:
     results = "[t.run(call)[0] for call in t.battery()]"
@@ -385,6 +420,7 @@ def test_instruction_sets_give_the_same_bits(capability: str, tmp_path: Path) ->
         assert torch.equal(mine, their)
 
 
+@on_cpu
 def test_an_unknown_instruction_set_is_an_error() -> None:
     command = [sys.executable, "-c", "from ppokern import _native; _native.cpu_capability()"]
     environment = os.environ | {"PPOKERN_CPU_CAPABILITY": "sse9"}

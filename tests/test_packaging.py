@@ -46,7 +46,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist, and the wheel built from it, each in isolation."""
     work = tmp_path_factory.mktemp("dist")
     shutil.copytree(ROOT, work / "checkout", ignore=shutil.ignore_patterns(*LEFTOVERS))
-    call(sys.executable, "-m", "build", "--outdir", work, work / "checkout", PPOKERN_BUILD="1")
+    build = [sys.executable, "-m", "build", "--outdir", work, work / "checkout"]
+    call(*build, PPOKERN_BUILD="1", PPOKERN_CUDA="off")
     return work
 
 
@@ -63,7 +64,7 @@ def wheel(dist: Path, out: Path, environment: dict[str, str], check: bool = True
     """Build a wheel from the sdist under other circumstances, and return what the build says."""
     (sdist,) = dist.glob("*.tar.gz")
     build = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-cache-dir"]
-    return call(*build, "-w", out, sdist, check=check, **environment)
+    return call(*build, "-w", out, sdist, check=check, **{"PPOKERN_CUDA": "off"} | environment)
 
 
 def smoke(environment: Path, folder: Path) -> list[str]:
@@ -122,3 +123,49 @@ def test_a_compiler_without_openmp(dist: Path, environment: Path, tmp_path: Path
     compiler.chmod(0o755)
     wheel(dist, tmp_path, {"CC": str(compiler), "CXX": str(compiler), "PPOKERN_BUILD": "1"})
     assert smoke(environment, tmp_path) == ["torch", "cpu"]
+
+
+ON_A_GPU_THAT_IS_ABSENT = """
+import torch
+from ppokern.logprob import kernel_native
+try:
+    ids = torch.tensor([1])
+    kernel_native.CUDA.forward(torch.zeros(1, 4), ids, None, 1.0, None, 4, False, torch.float32)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_with_cuda(dist: Path, environment: Path, tmp_path: Path) -> None:
+    """It is built and loads where there is no driver; a kernel then says so in CUDA's words."""
+    archs = {"PPOKERN_CUDA_ARCHS": "90;999"}
+    output = wheel(dist, tmp_path, {"PPOKERN_CUDA": "on"} | archs)
+    assert "this nvcc does not know sm_999; compiling without it." in output
+    (made,) = tmp_path.glob("*.whl")
+    assert any("/_cuda." in name for name in zipfile.ZipFile(made).namelist())
+    backends = smoke(environment, tmp_path)
+    if "cuda" not in backends:
+        assert backends == ["torch", "cpu"]
+        said = call(environment / "python", "-c", ON_A_GPU_THAT_IS_ABSENT, CUDA_VISIBLE_DEVICES="")
+        assert said.startswith("CUDA error ")
+
+
+def test_cuda_without_nvcc(dist: Path, tmp_path: Path) -> None:
+    nowhere = {"PATH": str(tmp_path), "CUDA_HOME": ""}
+    output = wheel(dist, tmp_path, nowhere | {"PPOKERN_CUDA": "on"}, check=False)
+    assert "PPOKERN_CUDA=on: there is no nvcc in CUDA_HOME/bin nor on PATH" in output
+    output = wheel(dist, tmp_path, nowhere | {"PPOKERN_CUDA": "yes"}, check=False)
+    assert "PPOKERN_CUDA: expected auto, on or off, got 'yes'" in output
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_cuda_that_does_not_compile(dist: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "bin" / "nvcc"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    output = wheel(dist, tmp_path, {"PPOKERN_CUDA": "auto", "CUDA_HOME": str(tmp_path)})
+    assert "ppokern: the CUDA kernels could not be compiled; installing without them." in output
+    (made,) = tmp_path.glob("*.whl")
+    assert sum(name.endswith(".so") for name in zipfile.ZipFile(made).namelist()) == 1

@@ -29,4 +29,8 @@ struct GaeArgs {
 // continues without bootstrapping, or is cut before the last one without a next value.
 bool gae_cpu(const GaeArgs& args);
 
+// Starts the same on the current device; finiteness is not looked at. If they are packed,
+// `malformed` has room for an int, and all is NaN where cu_seqlens are none.
+void gae_cuda(const GaeArgs& args, int* malformed, void* stream);
+
 }  // namespace ppokern

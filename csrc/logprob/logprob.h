@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "portable.h"
 
 namespace ppokern {
@@ -21,6 +23,40 @@ struct TokenLogits {
   int64_t vocab_size;  // columns that count
   int threads;
 };
+
+PPOKERN_HOST_DEVICE inline bool is_taken(const TokenLogits& tokens, int64_t row) {
+  return (!tokens.mask.data || *tokens.mask.at(row, 0)) && *tokens.token_ids.at(row, 0) != -100;
+}
+
+// Where a row's token is, or -1 where its id is bad.
+PPOKERN_HOST_DEVICE inline int64_t token_of(const TokenLogits& tokens, int64_t row) {
+  const int64_t id = *tokens.token_ids.at(row, 0);
+  return 0 <= id && id < tokens.vocab_size ? id : -1;
+}
+
+PPOKERN_HOST_DEVICE inline float temperature_of(const TokenLogits& tokens, int64_t row) {
+  return tokens.temperatures.data ? *tokens.temperatures.at(row, 0) : tokens.temperature;
+}
+
+// Calls `use` with the types that stand for entropy, softcap and dtype.
+template <class Use>
+auto with_types(const TokenLogits& tokens, bool entropy, Use use) {
+  const auto with_softcap = [&](auto e, auto s) {
+    switch (tokens.type) {
+      case kFloat:
+        return use(e, s, float{});
+      case kBf16:
+        return use(e, s, Bf16{});
+      default:
+        return use(e, s, Fp16{});
+    }
+  };
+  const auto with_entropy = [&](auto e) {
+    return tokens.softcap != 0 ? with_softcap(e, std::true_type{})
+                               : with_softcap(e, std::false_type{});
+  };
+  return entropy ? with_entropy(std::true_type{}) : with_entropy(std::false_type{});
+}
 
 // What the forward pass finds out about a row, and the backward pass reads.
 struct LogprobRow {
@@ -59,5 +95,10 @@ bool token_ids_fit(const TokenIds& args);
 // An id outside [0, vocab_size) gives NaN, also in the row's gradient.
 void logprob_forward_cpu(const LogprobForwardArgs& args);
 void logprob_backward_cpu(const LogprobBackwardArgs& args);
+
+// `partials` has room for 4 floats for each segment of each row.
+int64_t logprob_segments_cuda(int64_t vocab_size);
+void logprob_forward_cuda(const LogprobForwardArgs& args, float* partials, void* stream);
+void logprob_backward_cuda(const LogprobBackwardArgs& args, void* stream);
 
 }  // namespace ppokern

@@ -206,20 +206,6 @@ struct Adder {
   }
 };
 
-inline bool is_taken(const TokenLogits& tokens, int64_t row) {
-  return (!tokens.mask.data || *tokens.mask.at(row, 0)) && *tokens.token_ids.at(row, 0) != -100;
-}
-
-// Where a row's token is, or -1 where its id is bad.
-inline int64_t token_of(const TokenLogits& tokens, int64_t row) {
-  const int64_t id = *tokens.token_ids.at(row, 0);
-  return 0 <= id && id < tokens.vocab_size ? id : -1;
-}
-
-inline float temperature_of(const TokenLogits& tokens, int64_t row) {
-  return tokens.temperatures.data ? *tokens.temperatures.at(row, 0) : tokens.temperature;
-}
-
 // log2(e) / temperature, finite so that a distance of 0 stays 0.
 inline float factor_of(float temperature) {
   const double factor = 1 / (kLog2 * temperature);
@@ -378,26 +364,6 @@ int64_t backward_rows(const LogprobBackwardArgs& args, int64_t first, int64_t la
     }
   }
   return to - first;
-}
-
-// Calls `use` with the types that stand for entropy, softcap and dtype.
-template <class Use>
-auto with_types(const TokenLogits& tokens, bool entropy, Use use) {
-  const auto with_softcap = [&](auto e, auto s) {
-    switch (tokens.type) {
-      case kFloat:
-        return use(e, s, float{});
-      case kBf16:
-        return use(e, s, Bf16{});
-      default:
-        return use(e, s, Fp16{});
-    }
-  };
-  const auto with_entropy = [&](auto e) {
-    return tokens.softcap != 0 ? with_softcap(e, std::true_type{})
-                               : with_softcap(e, std::false_type{});
-  };
-  return entropy ? with_entropy(std::true_type{}) : with_entropy(std::false_type{});
 }
 
 void forward(const LogprobForwardArgs& args, int64_t first, int64_t last) {

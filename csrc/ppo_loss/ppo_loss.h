@@ -3,11 +3,13 @@
 #pragma once
 
 #include <optional>
-#include <string>
 
 #include "portable.h"
 
 namespace ppokern {
+
+enum class Aggregate { kTokenMean, kSequenceMean, kSequenceSum, kSum, kNone };
+enum class KlKind { kK1, kK2, kK3 };
 
 // Tensors per token are contiguous; an absent one switches its part off.
 struct PpoLossArgs {
@@ -31,14 +33,14 @@ struct PpoLossArgs {
   double high;
   float dual_clip;        // infinity: none
   float log_ratio_limit;  // infinity: none
-  std::string aggregate;
+  Aggregate aggregate;
   float entropy_coef;
   float kl_coef;
-  std::string kl_kind;
+  KlKind kl_kind;
   float value_clip_range;
   float value_coef;
   int threads;
-  Dense<float> loss;   // one number, per token for the aggregate "none"
+  Dense<float> loss;   // one number, per token for the aggregate kNone
   Dense<float> stats;  // in the order of reference.stat_names
   Dense<float> logprob_slopes;
   Dense<float> ratio_slopes;  // present: the ratio is that of a sequence
@@ -47,5 +49,12 @@ struct PpoLossArgs {
 };
 
 void ppo_loss_cpu(const PpoLossArgs& args);
+
+// The same on the current device; all is NaN where cu_seqlens are none. A denominator that lies on
+// the device stands in place of that in `args`. `work` has room for as many bytes as the function
+// below says.
+void ppo_loss_cuda(const PpoLossArgs& args, const float* denominator,
+                   const float* value_denominator, void* work, void* stream);
+int64_t ppo_loss_work_cuda(int64_t sequences, int64_t tokens);
 
 }  // namespace ppokern

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <string>
 #include <vector>
 
 #include "ppo_loss/ppo_loss.h"
@@ -23,6 +22,8 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr int64_t kBlock = 16 * kLanes;  // so few, since roundings of equal numbers add up
 constexpr int64_t kSegment = 1 << 14;
+
+#include "ppo_loss/terms.h"
 
 int threads_of(const PpoLossArgs& args) { return threads_for(args.tokens, args.threads); }
 
@@ -109,10 +110,11 @@ struct Scale {
   std::vector<float> of_sequences;  // empty: that of all
 
   Scale(const PpoLossArgs& args, const Counts& counts, std::optional<float> denominator) {
-    if (args.aggregate == "sum" || args.aggregate == "none") return;
-    const int64_t count = args.aggregate == "token_mean" ? counts.tokens : counts.sequences;
+    if (args.aggregate == Aggregate::kSum || args.aggregate == Aggregate::kNone) return;
+    const bool of_tokens = args.aggregate == Aggregate::kTokenMean;
+    const int64_t count = of_tokens ? counts.tokens : counts.sequences;
     of_all = 1 / denominator.value_or(count);
-    if (args.aggregate != "sequence_mean") return;
+    if (args.aggregate != Aggregate::kSequenceMean) return;
     for (int64_t length : counts.of_sequences) of_sequences.push_back(of_all / length);
   }
 
@@ -137,15 +139,6 @@ std::vector<float> mean_log_ratios(const PpoLossArgs& args, const Counts& counts
   }
   return means;
 }
-
-// Those of the first line as they enter the loss; the others plain.
-// clang-format off
-enum Sum {
-  kPolicy, kScaledEntropy, kScaledKl, kValue,
-  kRatio, kK1, kK2, kK3, kOutside, kFlat, kEntropy, kKl, kLarger,
-  kSums,
-};
-// clang-format on
 
 struct Sums {
   double of[kSums] = {};
@@ -181,24 +174,6 @@ struct Block {
     return share;
   }
 };
-
-// The surrogate of some tokens. A log-prob of -inf makes a ratio of 0 without a slope; any other
-// value that is not finite makes the loss NaN.
-inline Clipped<Lanes> surrogate(const PpoLossArgs& args, Lanes log_ratio, Lanes logprob,
-                                Lanes old_logprob, Lanes advantage, Lanes weight, Lanes& ratio) {
-  const float limit = args.log_ratio_limit;
-  const Mask forbidden = log_ratio == -kInfinity;
-  const Mask above = log_ratio > limit, below = log_ratio < -limit;
-  ratio = forbidden ? Lanes{} : exp(clamp(log_ratio, -limit, limit));
-  Clipped<Lanes> result = clip_surrogate(ratio, advantage, args.low, args.high, args.dual_clip);
-  const Lanes spoilt = (old_logprob - old_logprob) + (advantage - advantage) + (weight - weight);
-  const Mask sound = (spoilt == 0) & (logprob < kInfinity);
-  result.loss = weight == 0 ? Lanes{} : weight * result.loss;
-  result.loss = sound ? result.loss : broadcast(kNan);
-  result.slope = (above | below | forbidden | (weight == 0)) ? Lanes{} : weight * result.slope;
-  result.slope = sound ? result.slope : broadcast(kNan);
-  return result;
-}
 
 void add_policy(const Block& block, Sums& sums) {
   const PpoLossArgs& args = block.args;
@@ -307,41 +282,12 @@ void add_parts(const Block& block, Sums& sums) {
   if (args.logprobs) add_policy(block, sums);
   if (args.entropy) add_entropy(block, sums);
   if (args.ref_logprobs) {
-    const auto add = args.kl_kind == "k1"   ? add_kl<kl_k1, kl_k1_slope>
-                     : args.kl_kind == "k2" ? add_kl<kl_k2, kl_k2_slope>
-                                            : add_kl<kl_k3, kl_k3_slope>;
+    const auto add = args.kl_kind == KlKind::kK1   ? add_kl<kl_k1, kl_k1_slope>
+                     : args.kl_kind == KlKind::kK2 ? add_kl<kl_k2, kl_k2_slope>
+                                                   : add_kl<kl_k3, kl_k3_slope>;
     add(block, sums);
   }
   if (args.values) add_value(block, sums);
-}
-
-// Writes the statistics, and the loss unless it is per token.
-void finish(const PpoLossArgs& args, const Sums& sums, const Counts& counts,
-            const Counts& value_counts) {
-  const bool per_token = args.aggregate == "none";
-  float* to = args.stats.data;
-  const auto mean = [](double sum, int64_t count) { return count ? sum / count : 0; };
-  if (args.logprobs) {
-    const bool any = counts.tokens != 0;
-    const float lost = sums.of[kRatio] != sums.of[kRatio] ? kNan : 0;  // no comparison sees it
-    *to++ = per_token ? mean(sums.of[kPolicy], counts.tokens) : sums.of[kPolicy];
-    *to++ = mean(sums.of[kRatio], counts.tokens);
-    *to++ = any ? sums.ratio_min + lost : 0;
-    *to++ = any ? sums.ratio_max + lost : 0;
-    for (int i : {kK1, kK2, kK3, kOutside, kFlat}) *to++ = mean(sums.of[i], counts.tokens);
-  }
-  if (args.entropy) *to++ = mean(sums.of[kEntropy], counts.tokens);
-  if (args.ref_logprobs) *to++ = mean(sums.of[kKl], counts.tokens);
-  if (args.values) *to++ = per_token ? mean(sums.of[kValue], value_counts.tokens) : sums.of[kValue];
-  if (args.old_values) *to++ = mean(sums.of[kLarger], value_counts.tokens);
-  *to++ = counts.tokens;
-  *to++ = counts.sequences;
-  if (per_token) return;
-  double loss = sums.of[kPolicy];
-  if (args.entropy_coef != 0) loss -= args.entropy_coef * sums.of[kScaledEntropy];
-  if (args.kl_coef != 0) loss += args.kl_coef * sums.of[kScaledKl];
-  if (args.value_coef != 0) loss += args.value_coef * sums.of[kValue];
-  *args.loss.data = loss;
 }
 
 void run(const PpoLossArgs& args) {
@@ -355,7 +301,7 @@ void run(const PpoLossArgs& args) {
   std::vector<Sums> segments((args.tokens + kSegment - 1) / kSegment);
 #pragma omp parallel for num_threads(threads_of(args))
   for (int64_t i = 0; i < static_cast<int64_t>(segments.size()); ++i) {
-    Block block = {args, args.aggregate == "none"};
+    Block block = {args, args.aggregate == Aggregate::kNone};
     const int64_t last = std::min((i + 1) * kSegment, args.tokens);
     for_each_block(i * kSegment, last, [&](int64_t begin, int64_t end) {
       block.begin = begin;
@@ -368,7 +314,8 @@ void run(const PpoLossArgs& args) {
   }
   Sums sums;
   for (const Sums& segment : segments) sums += segment;
-  finish(args, sums, counts, value_counts);
+  finish(args, {sums.of, sums.ratio_min, sums.ratio_max, counts.tokens, counts.sequences,
+                value_counts.tokens});
 }
 
 }  // namespace

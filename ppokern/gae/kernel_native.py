@@ -1,7 +1,17 @@
-"""Advantages on the CPU in C++: turns tensors into addresses and strides, without a copy."""
+"""Advantages in C++, on the CPU or on CUDA: turns tensors into addresses, without a copy."""
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from ppokern import _launch
+
+if TYPE_CHECKING:
+    from ppokern import _cuda, _native
+else:
+    from ppokern._backend import cuda as _cuda  # None where it was not built
+    from ppokern._backend import native as _native
 
 
 def gae(
@@ -19,14 +29,13 @@ def gae(
     decay: bool,
     time_dim: int,
     check: bool,
+    on_cuda: bool = False,
 ) -> tuple[Tensor, Tensor, bool]:
     """Return advantages, returns, and whether all are finite (True without `check`).
 
     A transition that continues without bootstrapping, or is cut inside a row without `next_values`,
     comes out as NaN.
     """
-    from ppokern import _native  # absent where the C++ kernels were not built
-
     rewards, values = rewards.float(), values.float()
     next_values = None if next_values is None else next_values.float()
     last_values = None if last_values is None else last_values.float()
@@ -47,7 +56,7 @@ def gae(
     def per_sequence(x: Tensor | None) -> tuple[int, int, int]:
         return (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0) if x.dim() else 0, 0)
 
-    finite = _native.gae(
+    args = (
         steps(rewards),
         steps(values),
         steps(mask),
@@ -65,4 +74,11 @@ def gae(
         decay,
         torch.get_num_threads(),
     )
-    return advantages, returns, finite or not check
+    if not on_cuda:
+        finite = _native.gae(*args)
+        return advantages, returns, finite or not check
+    malformed = torch.empty(1, dtype=torch.int32, device=rewards.device)
+    with _launch.on_device_of(rewards):
+        _cuda.gae(*args, malformed.data_ptr(), _launch.stream(rewards))
+    finite = not check or bool((advantages.isfinite() & returns.isfinite()).all())
+    return advantages, returns, finite

@@ -1,5 +1,6 @@
 """Advantages and their whitening: the public functions, and the words for what was wrong."""
 
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from ppokern.gae import kernel_native, reference
 KERNELS = {
     "torch": reference.gae,
     "cpu": kernel_native.gae,
+    "cuda": partial(kernel_native.gae, on_cuda=True),
     "triton": "ppokern.gae.kernel_triton:gae",
 }
 WHITEN_KERNELS = {

@@ -33,6 +33,7 @@ KERNELS: dict[str, LossPass | str] = {
     "torch": partial(reference.two_passes, logprob_reference),
     "cpu": partial(reference.two_passes, kernel_native),
     "triton": "ppokern.linear.kernel_triton:loss_pass",
+    "cuda": "ppokern.linear.kernel_native:loss_pass",
 }
 
 

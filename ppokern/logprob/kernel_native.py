@@ -1,18 +1,23 @@
-"""Log-probs of selected tokens on the CPU in C++: turns tensors into addresses and strides.
+"""Log-probs of selected tokens in C++, on the CPU or on CUDA: turns tensors into addresses.
 
 Both functions equal those of `reference`, and take the same arguments. Logits are read where they
 lie; only where their last dimension is strided are they copied.
 """
 
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ppokern import _launch
+
 if TYPE_CHECKING:
-    from ppokern import _native
+    from ppokern import _cuda, _native
 else:
-    from ppokern._backend import native as _native  # None where it was not built
+    from ppokern._backend import cuda as _cuda  # None where it was not built
+    from ppokern._backend import native as _native
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -27,6 +32,7 @@ def forward(
     with_entropy: bool,
     dtype: torch.dtype,
     block: int | None = None,
+    on_cuda: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropy (empty without), and what `backward` needs, ``(..., 4)``."""
     logprobs = torch.empty_like(
@@ -34,23 +40,21 @@ def forward(
     )
     entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
     found = logprobs.new_empty((*token_ids.shape, 4))
-    rows, _rows_data = _rows(logits)
-    ids, taken, temperatures = _flat(token_ids), _flat(mask), _per_token(temperature)
-    _native.logprob_forward(
-        rows,
-        _TYPES[logits.dtype],
-        _view(ids),
-        _view(taken),
-        _view(temperatures),
-        temperature if isinstance(temperature, float) else 1.0,
-        softcap or 0.0,
-        token_ids.numel(),
-        vocab_size,
-        torch.get_num_threads(),
+    rows = token_ids.numel()
+    tokens, _memory = tokens_of(logits, token_ids, mask, temperature, softcap, vocab_size, rows)
+    args = (
+        *tokens,
         logprobs.data_ptr(),
         entropy.data_ptr() if with_entropy else 0,
         found.data_ptr(),
     )
+    if on_cuda:
+        segments = _cuda.logprob_segments(vocab_size)
+        partials = found.new_empty((rows, segments, 4))
+        with _launch.on_device_of(logits):
+            _cuda.logprob_forward(*args, partials.data_ptr(), _launch.stream(logits))
+    else:
+        _native.logprob_forward(*args)
     return logprobs, entropy, found
 
 
@@ -67,32 +71,24 @@ def backward(
     out: Tensor,
     compact: bool = False,
     block: int | None = None,
+    on_cuda: bool = False,
 ) -> Tensor:
     """Write the gradient of the logits to `out`, which may be `logits` itself, and return it."""
     if not _rows_are_dense(out):
         dense = out.contiguous()
         backward(
             grad_logprobs, grad_entropy, dense if out is logits else logits, token_ids, mask,
-            temperature, softcap, vocab_size, found, dense, compact,
+            temperature, softcap, vocab_size, found, dense, compact, on_cuda=on_cuda,
         )  # fmt: skip
         return out.copy_(dense)
-    rows, _rows_data = _rows(logits)
-    out_rows, _out_data = _rows(out)
-    ids, taken, temperatures = _flat(token_ids), _flat(mask), _per_token(temperature)
+    rows = token_ids.numel()
+    tokens, _memory = tokens_of(logits, token_ids, mask, temperature, softcap, vocab_size, rows)
+    out_rows, _out_memory = _rows(out)
     in_logprobs = None if grad_logprobs is None else _flat(grad_logprobs.float())
     in_entropy = None if grad_entropy is None else _flat(grad_entropy.float())
     found = found.contiguous()
-    _native.logprob_backward(
-        rows,
-        _TYPES[logits.dtype],
-        _view(ids),
-        _view(taken),
-        _view(temperatures),
-        temperature if isinstance(temperature, float) else 1.0,
-        softcap or 0.0,
-        token_ids.numel(),
-        vocab_size,
-        torch.get_num_threads(),
+    args = (
+        *tokens,
         _view(in_logprobs),
         _view(in_entropy),
         found.data_ptr(),
@@ -100,7 +96,51 @@ def backward(
         out.shape[-1],
         compact,
     )
+    if on_cuda:
+        with _launch.on_device_of(logits):
+            _cuda.logprob_backward(*args, _launch.stream(logits))
+    else:
+        _native.logprob_backward(*args)
     return out
+
+
+CUDA = SimpleNamespace(
+    forward=partial(forward, on_cuda=True), backward=partial(backward, on_cuda=True)
+)
+
+
+def tokens_of(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    vocab_size: int,
+    rows: int,
+) -> tuple[tuple, object]:
+    """Return what every kernel takes first, and what keeps the memory that it is in."""
+    place, memory = _rows(logits)
+    ids, taken, temperatures = _flat(token_ids), _flat(mask), None
+    number = 1.0
+    if not isinstance(temperature, Tensor):
+        number = temperature
+    elif temperature.dim() == 0 and temperature.is_cpu:
+        number = float(temperature)
+    else:
+        temperatures = _flat(temperature.float())
+    fields = (
+        place,
+        _TYPES[logits.dtype],
+        _view(ids),
+        _view(taken),
+        _view(temperatures),
+        number,
+        softcap or 0.0,
+        rows,
+        vocab_size,
+        torch.get_num_threads(),
+    )
+    return fields, (memory, ids, taken, temperatures)
 
 
 def _rows_are_dense(x: Tensor) -> bool:
@@ -115,15 +155,11 @@ def _rows(x: Tensor) -> tuple[tuple[int, int, int], object]:
         return (x.data_ptr(), 0, x.shape[-1]), x
     if x.dim() == 2:
         return (x.data_ptr(), 0, x.stride(0)), x
-    offsets = torch.zeros((), dtype=torch.int64)
+    offsets = torch.zeros((), dtype=torch.int64, device=x.device)
     for size, stride in zip(x.shape[:-1], x.stride(), strict=False):
-        offsets = offsets.unsqueeze(-1) + torch.arange(size) * stride
+        offsets = offsets.unsqueeze(-1) + torch.arange(size, device=x.device) * stride
     offsets = offsets.reshape(-1)
     return (x.data_ptr(), offsets.data_ptr(), 0), (x, offsets)
-
-
-def _per_token(temperature: float | Tensor) -> Tensor | None:
-    return _flat(temperature.float()) if isinstance(temperature, Tensor) else None
 
 
 def _flat(x: Tensor | None) -> Tensor | None:

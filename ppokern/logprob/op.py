@@ -12,6 +12,7 @@ from ppokern.logprob import kernel_native, reference
 KERNELS = {
     "torch": reference,
     "cpu": kernel_native,
+    "cuda": kernel_native.CUDA,
     "triton": "ppokern.logprob.kernel_triton",
 }
 

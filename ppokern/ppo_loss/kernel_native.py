@@ -1,18 +1,23 @@
-"""The PPO losses on the CPU in C++: turns tensors into addresses."""
+"""The PPO losses in C++, on the CPU or on CUDA: turns tensors into addresses."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ppokern import _launch
 from ppokern.ppo_loss import reference
 from ppokern.ppo_loss.reference import Inputs, Options, Output
 
+if TYPE_CHECKING:
+    from ppokern import _cuda, _native
+else:
+    from ppokern._backend import cuda as _cuda  # None where it was not built
+    from ppokern._backend import native as _native
 
-def forward(x: Inputs, o: Options) -> Output:
+
+def forward(x: Inputs, o: Options, on_cuda: bool = False) -> Output:
     """Return what `reference.forward` does; float32 that is contiguous is read where it lies."""
-    from ppokern import _native  # absent where the C++ kernels were not built
-
     like = next(t for t in x if t is not None)
     if not like.numel():
         return reference.forward(x, o)
@@ -27,9 +32,10 @@ def forward(x: Inputs, o: Options) -> Output:
     else:
         sequences = like.numel() // like.shape[-1] if like.dim() else 1
     out = reference.empty_output(x, o)
+    denominators = x[-2:]
     args: list[Any] = [
         *(_address(t) for t in (*floats, *masks, cu_seqlens)),
-        *(None if t is None else float(t) for t in x[-2:]),
+        *(float(t) if t is not None and t.is_cpu else None for t in denominators),
         sequences,
         like.numel(),
         o.low,
@@ -45,7 +51,16 @@ def forward(x: Inputs, o: Options) -> Output:
         torch.get_num_threads(),
         *(_address(t) for t in out),
     ]
-    _native.ppo_loss(*args)
+    if not on_cuda:
+        _native.ppo_loss(*args)
+        return out
+    on_device = [None if t is None or t.is_cpu else t.float() for t in denominators]
+    size = _cuda.ppo_loss_work(sequences, like.numel())
+    work = like.new_empty(size, dtype=torch.uint8)
+    with _launch.on_device_of(like):
+        _cuda.ppo_loss(
+            *args, *(_address(t) for t in on_device), work.data_ptr(), _launch.stream(like)
+        )
     return out
 
 

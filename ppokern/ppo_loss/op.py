@@ -1,5 +1,6 @@
 """The clipped PPO losses: the public functions, and how they are differentiated."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from ppokern.ppo_loss.reference import Inputs, Options, Output
 KERNELS = {
     "torch": reference.forward,
     "cpu": kernel_native.forward,
+    "cuda": partial(kernel_native.forward, on_cuda=True),
     "triton": "ppokern.ppo_loss.kernel_triton:forward",
 }
 AGGREGATES = ("token_mean", "sequence_mean", "sequence_sum", "sum", "none")

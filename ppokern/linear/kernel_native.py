@@ -1,0 +1,74 @@
+"""The loss's pass over a chunk of logits on CUDA in C++: turns tensors into addresses."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ppokern import _launch
+from ppokern.linear import reference
+from ppokern.linear.reference import Chunk, Head, Plan
+from ppokern.logprob import kernel_native as rows_of
+from ppokern.ppo_loss.reference import TokenSlopes
+
+if TYPE_CHECKING:
+    from ppokern import _cuda
+else:
+    from ppokern._backend import cuda as _cuda  # None where it was not built
+
+SHARED = 2**13  # logits of a row that is worth more than one block
+
+
+def loss_pass(
+    chunk: Chunk,
+    head: Head,
+    how: Plan,
+    token_ids: Tensor,
+    slopes: TokenSlopes,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+) -> Tensor | None:
+    """Overwrite a chunk's logits with their gradient, see `reference.two_passes`.
+
+    Fewer long rows than a device has multiprocessors would leave the others idle: these go through
+    the two passes of the log-probs, which share a row out.
+    """
+    logits, (rows, width), device = chunk.logits, chunk.logits.shape, chunk.logits.device
+    if rows < _launch.resident(device, 1) and width > SHARED:
+        return reference.two_passes(
+            rows_of.CUDA, chunk, head, how, token_ids, slopes, logprobs, entropy
+        )
+    # two blocks a multiprocessor, if their rows stay in the cache
+    blocks = _launch.resident(device, 2)
+    if _launch.rows_in_cache(logits) < blocks:
+        blocks = _launch.resident(device, 1)
+    numbers = None if isinstance(chunk.rows, slice) else chunk.rows
+    first = chunk.rows.start if isinstance(chunk.rows, slice) else 0
+    used = how.valid.new_empty(rows) if how.compact else None
+    o = slopes.options
+    tokens, _memory = rows_of.tokens_of(
+        logits, token_ids, how.valid, head.temperature, head.softcap, width, rows
+    )
+    per_token = (slopes.scale, slopes.old_logprobs, slopes.advantages, slopes.weights)
+    with _launch.on_device_of(logits):
+        _cuda.linear_loss(
+            *tokens,
+            _address(numbers),
+            first,
+            *(_address(t) for t in (*per_token, slopes.ref_logprobs)),
+            o.low,
+            o.high,
+            torch.inf if o.dual_clip is None else o.dual_clip,
+            torch.inf if o.log_ratio_limit is None else o.log_ratio_limit,
+            o.entropy_coef,
+            o.kl_coef,
+            o.kl_kind,
+            blocks,
+            *(_address(t) for t in (logprobs, entropy, used)),
+            _launch.stream(logits),
+        )
+    return used
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
