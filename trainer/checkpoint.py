@@ -151,9 +151,9 @@ class Checkpoints:
                 }
                 write_json(aside / "manifest.json", manifest)
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise UserError(
-                f"{folder} could not be written ({error}); {shutil.disk_usage(self.run_dir).free:,}"
-                f" bytes are free. Once there is room, go on with: resume {self.run_dir}"
+            raise UserError(  # torch does not say why
+                f"{folder} could not be written: is the disk full? ({error}) Once there is room, "
+                f"`resume {self.run_dir}` goes on from the checkpoint before"
             ) from error
         for old in finished(self.folder)[: -self.config.keep_last_checkpoints]:
             shutil.rmtree(old.rename(old.with_name(old.name + ".partial")))

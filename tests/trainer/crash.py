@@ -5,14 +5,16 @@
 All three stages in turn, on a tiny corpus. To import torch and transformers takes longer than such
 a run, so this process imports them once and each run is a fork of it; it trains nothing itself, as
 autograd's threads would not survive a fork. Every second kill waits for a checkpoint to be written
-and falls into that; every fourth run is cut again after it was resumed.
+and falls into that.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -144,13 +146,6 @@ def finish(work: Callable[[], Any], log: Path) -> float:
     return time.perf_counter() - began
 
 
-def go_on(module: Any, config: Any) -> Callable[[], Any]:
-    """Resumes the run; or starts it, where it was cut before there was anything to resume."""
-    if Path(config.run_dir, "config.yaml").exists():
-        return lambda: resume.run(config.run_dir)
-    return lambda: module.run(config)
-
-
 def cut(work: Callable[[], Any], run_dir: Path, log: Path, moment: float, in_save: bool) -> bool:
     """Kills a run after so many seconds, or in the midst of the next checkpoint after them.
 
@@ -159,46 +154,55 @@ def cut(work: Callable[[], Any], run_dir: Path, log: Path, moment: float, in_sav
     """
     pid = forked(work, log)
     time.sleep(moment)
-    if in_save:
-        until = time.perf_counter() + 2
-        while time.perf_counter() < until and not list(run_dir.glob("checkpoints/*.partial")):
-            time.sleep(1e-4)
-        time.sleep(random.uniform(0, 0.02))
+    while in_save and not list(run_dir.glob("checkpoints/*.partial")):
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            break
+        time.sleep(1e-4)
+    time.sleep(random.uniform(0, 0.02) if in_save else 0)
     os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    return os.WIFSIGNALED(status)
+    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
-def main(kills: int) -> None:
+def main(kills: int, seed: int) -> bool:
     """Cuts and resumes so many runs, and says how many ended exactly as the uncut one."""
     torch.set_num_threads(1)
-    random.seed(time.time_ns() if len(sys.argv) < 3 else int(sys.argv[2]))
+    random.seed(seed)
+    counts, bad = {"in a checkpoint": 0, "before the first": 0}, []
     with tempfile.TemporaryDirectory() as name:
-        folder, counts, bad = Path(name), {"in a checkpoint": 0, "before the first": 0}, []
-        log = folder / "log"
+        folder = Path(name)
+        log, run_dir = folder / "log", folder / "cut"
         stages = make_stages(folder)
-        uncut = {stage: replace(c, run_dir=f"{folder}/uncut/{stage}") for stage, (_, c) in stages.items()}
-        seconds = {x: finish(lambda x=x: stages[x][0].run(uncut[x]), log) for x in stages}
-        killed = 0
-        while killed < kills:
-            stage = list(stages)[killed % len(stages)]
-            module, config = stages[stage]
-            run_dir = folder / f"cut{killed}"
-            config = replace(config, run_dir=str(run_dir))
-            for _ in range(1 + (killed % 4 == 3)):
-                moment, in_save = random.uniform(0, seconds[stage]), killed % 2 == 1
-                while not cut(go_on(module, config), run_dir, log, moment, in_save):
-                    moment *= 0.7  # it had ended before; ended runs are resumed, too
-                killed += 1
-                counts["in a checkpoint"] += bool(list(run_dir.glob("checkpoints/*.partial")))
-                counts["before the first"] += not list(run_dir.glob("checkpoints/*"))
-            finish(go_on(module, config), log)
-            if found := differences(folder / "uncut" / stage, run_dir):
-                bad.append(f"{stage}, cut after about {moment:.2f} s: {', '.join(found)}")
-        details = ", ".join(f"{count} {where}" for where, count in counts.items())
-        print(*bad, f"{killed - len(bad)} exact, {len(bad)} not ({details})", sep="\n")
-        sys.exit(bool(bad))
+        uncut = {stage: folder / "uncut" / stage for stage in stages}
+        seconds = {
+            stage: finish(start(module, config, uncut[stage]), log)
+            for stage, (module, config) in stages.items()
+        }
+        for kill in range(kills):
+            stage = list(stages)[kill % len(stages)]
+            work = start(*stages[stage], run_dir)
+            share = random.random()
+            while not cut(work, run_dir, log, share * seconds[stage], in_save=kill % 2 == 1):
+                shutil.rmtree(run_dir)  # it had ended before
+                share *= 0.8
+            counts["in a checkpoint"] += bool(list(run_dir.glob("checkpoints/*.partial")))
+            counts["before the first"] += not list(run_dir.glob("checkpoints/*"))
+            if (run_dir / "config.yaml").exists():  # else it was cut before there was a run
+                work = functools.partial(resume.run, str(run_dir))
+            finish(work, log)
+            if found := differences(uncut[stage], run_dir):
+                bad.append(f"{stage}, cut after {share:.0%} of its time: {', '.join(found)}")
+            shutil.rmtree(run_dir)
+    details = ", ".join(f"{count} cut {where}" for where, count in counts.items())
+    print(*bad, f"{kills - len(bad)} exact, {len(bad)} not ({details})", sep="\n")
+    return not bad
+
+
+def start(module: Any, config: Any, run_dir: Path) -> Callable[[], Any]:
+    """What runs a stage in that folder."""
+    return functools.partial(module.run, replace(config, run_dir=str(run_dir)))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    sys.exit(
+        0 if main(int(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else time.time_ns()) else 1
+    )
