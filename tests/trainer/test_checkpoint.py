@@ -1,5 +1,6 @@
 """State: what is written, when it is whole, and what a run needs to go on."""
 
+import ctypes
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -68,6 +70,14 @@ class Small:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()
+
+    def save(self, step: int, before: Callable[[], Any] = lambda: None) -> None:
+        """Writes a checkpoint of the run as it stands; does something just before it."""
+        checkpoints = self.checkpoints()
+        checkpoints.run_dir.mkdir(exist_ok=True)
+        with closing(RunLog(checkpoints.run_dir, "sft", 9, False)) as log:
+            before()
+            checkpoints.after(step, log)
 
     def run(self, begin: int, end: int, **how: bool) -> list[float]:
         """Steps `begin` to `end`, each with a checkpoint."""
@@ -256,50 +266,68 @@ def limit() -> Iterator[Callable[[int], None]]:
 def test_a_write_that_fails_leaves_what_was_there(
     tmp_path: Path, limit: Callable[[int], None]
 ) -> None:
-    """Every length at which the largest of the files can be cut, in steps."""
+    """At whatever byte of it."""
     small = Small(tmp_path)
     small.run(1, 2)
     largest = max(path.stat().st_size for path in (small.folder / "00000002").iterdir())
-    sizes = [0, 1, 100, *range(300, largest, largest // 20)]
-    with closing(RunLog(tmp_path / "run", "sft", 9, False)) as log:
-        for size in sizes:
-            limit(size)
-            try:
-                with pytest.raises(UserError, match=r"00000003 could not be written.*resume"):
-                    small.checkpoints().after(3, log)
-            finally:
-                limit(resource.RLIM_INFINITY)
-            assert names(small.folder) == ["00000001", "00000002"]
-            is_a_whole_run(small, 2)
-        small.checkpoints().after(3, log)
+    sizes = [0, 1, 100, *range(300, largest, largest // 9)]
+    for size in sizes:
+        with pytest.raises(UserError, match=r"00000003 could not be written.*resume"):
+            small.save(3, lambda size=size: limit(size))
+        limit(resource.RLIM_INFINITY)
+        assert names(small.folder) == ["00000001", "00000002"]
+        is_a_whole_run(small, 2)
+    small.save(3)
     is_a_whole_run(small, 3)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
+def in_fork(work: Callable[[], Any]) -> int:
+    """Does `work` in a fork, which trains nothing, and returns how that ended."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    """On a file system of 256 KiB that only a fork sees, so that none is left mounted."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a small file system can only be mounted by root")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    libc = ctypes.CDLL(None)
+    new_namespace, private = 0x20000, 0x44000
 
+    def mounted() -> None:
+        options = (b"tmpfs", str(disk).encode(), b"tmpfs", 0, b"size=256k")
+        assert libc.unshare(new_namespace) == 0
+        assert libc.mount(b"none", b"/", None, private, None) == 0
+        assert libc.mount(*options) == 0
 
-def test_a_full_disk_leaves_what_was_there(small_disk: Path) -> None:
-    """The run goes on once there is room for one checkpoint more than are kept."""
-    small = Small(small_disk)
-    small.run(1, 1)
-    room = shutil.disk_usage(small_disk).free
-    for left in (0, 4096, 16384, 32768):
-        (small_disk / "filler").write_bytes(bytes(room - left))
-        with pytest.raises(UserError, match=r"could not be written: is the disk full\?"):
-            Small(small_disk).run(2, 2)
-        (small_disk / "filler").unlink()
-        assert names(small.folder) == ["00000001"]
-    Small(small_disk).run(2, 9)
-    is_a_whole_run(small, 9)
+    def work() -> None:
+        mounted()
+        small = Small(disk)
+        small.save(1)
+        room = shutil.disk_usage(disk).free
+        for left in (0, 4096, 16384, 32768):
+            (disk / "filler").write_bytes(bytes(room - left))
+            with pytest.raises(UserError, match=r"could not be written: is the disk full\?"):
+                small.save(2)
+            (disk / "filler").unlink()
+            assert names(small.folder) == ["00000001"]
+            assert small.checkpoints().begin(overwrite=False, resume=True) == 1
+        for step in range(2, 10):  # there is room for one more than are kept
+            small.save(step)
+        assert small.checkpoints().begin(overwrite=False, resume=True) == 9
+
+    if in_fork(mounted):
+        pytest.skip("only root may mount a small file system")
+    assert in_fork(work) == 0
 
 
 def killed_in_save(small: Small, event: int) -> bool:
@@ -308,25 +336,16 @@ def killed_in_save(small: Small, event: int) -> bool:
     Returns:
         Whether it came so far.
     """
-    pid = os.fork()
-    if pid == 0:
-        try:
-            seen = 0
+    seen = -1
 
-            def watch(name: str, args: tuple[Any, ...]) -> None:
-                nonlocal seen
-                if name in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
-                    seen += 1
-                    if seen > event:
-                        os.kill(os.getpid(), signal.SIGKILL)
+    def watch(name: str, _: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if name in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+            seen += 1
+            if seen == event:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-            checkpoints = small.checkpoints()
-            log = RunLog(Path(small.config.run_dir), "sft", 9, False)
-            sys.addaudithook(watch)
-            checkpoints.after(3, log)
-        finally:
-            os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    return os.WIFSIGNALED(in_fork(lambda: small.save(3, lambda: sys.addaudithook(watch))))
 
 
 def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
@@ -357,18 +376,13 @@ def test_a_kill_in_the_midst_of_a_file_leaves_a_whole_checkpoint(
     small = Small(tmp_path)
     small.run(1, 2)
     largest = max(path.stat().st_size for path in (small.folder / "00000002").iterdir())
-    pid = os.fork()
-    if pid == 0:
-        try:
-            checkpoints = small.checkpoints()
-            log = RunLog(Path(small.config.run_dir), "sft", 9, False)
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * largest),) * 2)
-            checkpoints.after(3, log)
-        finally:
-            os._exit(0)
-    status = os.waitpid(pid, 0)[1]
+
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * largest),) * 2)
+
+    status = in_fork(lambda: small.save(3, limited))
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXFSZ
     assert names(small.folder) == ["00000001", "00000002", "00000003.partial"]
     is_a_whole_run(small, 2)
