@@ -1,4 +1,4 @@
-# make demo | test | bench | lint | types | capabilities | sanitize | triton | venv
+# make demo | test | crash-test | bench | lint | types | capabilities | sanitize | triton | venv
 #      kernel-report | gpu-check
 
 VENV := .venv
@@ -8,7 +8,7 @@ TRITON := $(VENV)/.triton
 DEMO_DATA := trainer/presets/demo-requirements.txt
 CSRC := $(wildcard csrc/* csrc/*/*)
 
-.PHONY: demo test bench lint types capabilities sanitize triton kernel-report gpu-check venv
+.PHONY: demo test crash-test bench lint types capabilities sanitize triton kernel-report gpu-check venv
 
 demo:
 	@start=$$(date +%s); $(MAKE) --silent $(READY); seconds=$$(($$(date +%s) - start)); \
@@ -17,6 +17,10 @@ demo:
 
 test: $(READY)
 	$(PYTHON) -m pytest
+
+# Fifty `kill -9` at random moments; `make test` has five.
+crash-test: $(READY)
+	OMP_WAIT_POLICY=passive PYTHONPATH=$(CURDIR) $(PYTHON) tests/trainer/crash.py 50
 
 # One run beside plain torch and torch.compile; BENCH=benchmarks/bench_gae.py measures a part.
 bench: $(READY)

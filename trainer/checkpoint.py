@@ -115,9 +115,9 @@ class Checkpoints:
         if not resume:
             new_run(self.config, overwrite)
             return 0
+        newest = newest_whole(self.folder)
         for left in self.folder.glob("*.partial"):
             shutil.rmtree(left)
-        newest = newest_whole(self.folder)
         metrics = self.run_dir / "metrics.jsonl"
         if newest is None:
             metrics.unlink(missing_ok=True)
@@ -127,6 +127,8 @@ class Checkpoints:
         written, length = metrics.stat().st_size if metrics.exists() else 0, state["metrics_bytes"]
         require(written >= length, f"{metrics} has {written} bytes, {newest} knows of {length}")
         os.truncate(metrics, length)
+        for damaged in (x for x in finished(self.folder) if x > newest):
+            shutil.rmtree(damaged)  # else it would count as one that is kept
         console.print(f"{self.run_dir} goes on after step {state['step']}")
         return state["step"]
 
@@ -161,18 +163,10 @@ class Checkpoints:
     def _load(self, folder: Path) -> dict[str, Any]:
         """Brings all parts to where they were; anything that is missing or other is an error."""
         state = read_json(folder / "state.json")
-        now, then = (
-            {name: value for name, value in options.items() if name not in FREE}
-            for options in (
-                json.loads(json.dumps(dataclasses.asdict(self.config))),
-                state["config"],
-            )
-        )
-        changed = sorted(name for name in now | then if now.get(name) != then.get(name))
-        require(
-            not changed,
-            f"{', '.join(changed)} in config.yaml: changed since {folder} was written",
-        )
+        now, then = json.loads(json.dumps(dataclasses.asdict(self.config))), state["config"]
+        names = sorted((now.keys() | then.keys()).difference(FREE))
+        changed = ", ".join(name for name in names if now.get(name) != then.get(name))
+        require(not changed, f"{changed} in config.yaml: changed since {folder} was written")
         for name, path in self._paths.items():
             require(
                 state["inputs"].get(name) == self._inputs[name],

@@ -194,8 +194,10 @@ def test_T8_a_damaged_checkpoint_is_passed_over_and_named(
     small = Small(tmp_path)
     small.run(1, 4, overwrite=True)
     DAMAGES[damage](small.folder / "00000004")
-    assert Small(tmp_path).run(4, 9) == whole[3:]  # from the one before: none of it is guessed
+    assert Small(tmp_path).checkpoints().begin(overwrite=False, resume=True) == 3
     assert f"{small.folder}/00000004 is passed over" in capsys.readouterr().out
+    assert names(small.folder) == ["00000003"]
+    assert Small(tmp_path).run(4, 9) == whole[3:]  # from the one before: none of it is guessed
     assert damage_of(small.folder / "00000009") == ""
 
 
