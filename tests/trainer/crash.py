@@ -95,7 +95,7 @@ def make_stages(folder: Path) -> dict[str, tuple[Any, Any]]:
     (folder / "kind.py").write_text(REWARD)
     data = {"train": f"{folder}/train.jsonl", "heldout": f"{folder}/heldout.jsonl"}
     pairs = {"train": f"{folder}/train_pairs.jsonl", "heldout": f"{folder}/heldout_pairs.jsonl"}
-    steps = {"steps": 40, "max_tokens": 32, "save_every_steps": 3}
+    steps = {"steps": 30, "max_tokens": 32, "save_every_steps": 3}
     model, reward_model = f"{folder}/uncut/sft/model", f"{folder}/uncut/reward/model"
     ppo_config = PPOConfig(
         model=model,
@@ -103,7 +103,7 @@ def make_stages(folder: Path) -> dict[str, tuple[Any, Any]]:
         rewards={reward_model: 1.0, f"{folder}/kind.py:kind": 0.5},
         train=data["train"],
         prompt_tokens=2,
-        updates=12,
+        updates=10,
         episodes_per_update=8,
         max_new_tokens=12,
         kl_controller="adaptive",

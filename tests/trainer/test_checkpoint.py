@@ -438,12 +438,13 @@ def rows_of(run_dir: str) -> list[dict[str, Any]]:
 def test_T6_four_updates_or_two_resume_two(
     adaptive: PPOConfig, tmp_path: Path, cut_at: Callable[[Any, int], None]
 ) -> None:
-    """4 steps an update: the cut falls into the third of four updates."""
+    """4 steps an update: the cut falls into the last update, two behind the checkpoint."""
     whole = replace(adaptive, run_dir=str(tmp_path / "whole"))
     ppo.run(whole)
-    cut_at(ppo, 10)
+    cut_at(ppo, 14)
     with pytest.raises(Cut):
         ppo.run(adaptive)
+    assert len(rows_of(adaptive.run_dir)) == 3
     assert names(Path(adaptive.run_dir, "checkpoints")) == ["00000002"]
     assert cli.main(["resume", adaptive.run_dir]) == 0
     assert differences(Path(whole.run_dir), Path(adaptive.run_dir)) == []
