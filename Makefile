@@ -1,5 +1,5 @@
-# make demo | test | bench | lint | types | capabilities | sanitize | triton | interpreted | cuda-on-cpu
-#      kernel-report | gpu-check | venv
+# make demo | test | crash-test | bench | lint | types | capabilities | sanitize | kernel-report
+#      triton | interpreted | cuda-on-cpu | gpu-check | venv
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -9,8 +9,8 @@ DEMO_DATA := trainer/presets/demo-requirements.txt
 CSRC := $(wildcard csrc/* csrc/*/*)
 HARNESS := $(wildcard tests/cuda_on_cpu/*)
 
-.PHONY: demo test bench lint types capabilities sanitize triton interpreted cuda-on-cpu
-.PHONY: kernel-report gpu-check venv
+.PHONY: demo test crash-test bench lint types capabilities sanitize kernel-report triton
+.PHONY: interpreted cuda-on-cpu gpu-check venv
 
 demo:
 	@start=$$(date +%s); $(MAKE) --silent $(READY); seconds=$$(($$(date +%s) - start)); \
@@ -19,6 +19,10 @@ demo:
 
 test: $(READY)
 	$(PYTHON) -m pytest
+
+# Fifty `kill -9` at random moments; `make test` has five.
+crash-test: $(READY)
+	OMP_WAIT_POLICY=passive PYTHONPATH=$(CURDIR) $(PYTHON) tests/trainer/crash.py 50
 
 # One run beside plain torch and torch.compile; BENCH=benchmarks/bench_gae.py measures a part.
 bench: $(READY)

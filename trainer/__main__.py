@@ -24,6 +24,25 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings  # noqa
 from .config import CheckFailed, DemoConfig, PPOConfig, RewardConfig, SFTConfig, UserError  # noqa: E402
 
 STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "demo": DemoConfig}
+# What each of the other commands does, and its arguments.
+TOOLS = {
+    "resume": (
+        "Goes on with a run from its newest whole checkpoint.",
+        {"run_dir": "Folder of a run of any stage."},
+    ),
+    "sample": (
+        "What the policy writes, beside what it wrote before.",
+        {"run_dir": "Folder of a PPO run.", "--prompt": "What is to be gone on with."},
+    ),
+    "report": (
+        "Curves and samples: report.png and report.html.",
+        {"run_dir": "Folder of a PPO run."},
+    ),
+    "export": (
+        "Copies the model that a run has trained to a plain transformers folder.",
+        {"run_dir": "Folder of a run of any stage.", "out": "Folder to make."},
+    ),
+}
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -50,17 +69,12 @@ def parser() -> ArgumentParser:
                 "--overwrite", action="store_true", help="Replace the run that run_dir holds."
             )
         commands.add_subcommand(name, stage, help=(config.__doc__ or "").splitlines()[0])
-    sample = ArgumentParser(exit_on_error=False)
-    sample.add_argument("run_dir", help="Folder of a PPO run.")
-    sample.add_argument("--prompt", required=True, help="What is to be gone on with.")
-    commands.add_subcommand(
-        "sample", sample, help="What the policy writes, beside what it wrote before."
-    )
-    report = ArgumentParser(exit_on_error=False)
-    report.add_argument("run_dir", help="Folder of a PPO run.")
-    commands.add_subcommand(
-        "report", report, help="Curves and samples: report.png and report.html."
-    )
+    for name, (does, arguments) in TOOLS.items():
+        tool = ArgumentParser(exit_on_error=False)
+        for argument, says in arguments.items():
+            required = {"required": True} if argument.startswith("--") else {}
+            tool.add_argument(argument, help=says, **required)
+        commands.add_subcommand(name, tool, help=does)
     return top
 
 
@@ -94,10 +108,8 @@ def run(args: Namespace) -> None:
     """Hands over to the file that bears the command's name; torch is loaded no earlier."""
     given = args[args.command]
     command = importlib.import_module(f".{args.command}", __package__)
-    if args.command == "sample":
-        command.run(given.run_dir, given.prompt)
-    elif args.command == "report":
-        command.run(given.run_dir)
+    if args.command in TOOLS:
+        command.run(*(given[name.lstrip("-")] for name in TOOLS[args.command][1]))
     else:
         stage = STAGES[args.command]
         config = stage(**{option.name: given[option.name] for option in fields(stage)})

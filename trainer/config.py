@@ -82,12 +82,14 @@ class Stage:
     """Gradients are scaled down to this norm; the norm before is logged."""
     tensorboard: bool = False
     """Write TensorBoard files beside metrics.jsonl."""
+    keep_last_checkpoints: int = 2
+    """Older ones are removed, each once a newer one stands."""
 
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         require(bool(self.run_dir), "run_dir is missing: the folder that the stage is to write to")
         require(bool(self.train), "train is missing: the JSONL file to train on")
-        _positive(self, "micro_batch_tokens", "max_grad_norm")
+        _positive(self, "micro_batch_tokens", "max_grad_norm", "keep_last_checkpoints")
 
 
 @dataclass
@@ -106,14 +108,20 @@ class Supervised(Stage):
     """Steps until then."""
     weight_decay: float = 0.01
     """Of AdamW, on matrices only."""
+    save_every_steps: int = 200
+    """Optimiser steps between two checkpoints; the last step has one too."""
 
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
         require(bool(self.heldout), "heldout is missing: the JSONL file to measure on")
         require(self.max_tokens >= 2, "max_tokens must be at least 2")
-        _positive(self, "steps", "learning_rate")
+        _positive(self, "steps", "learning_rate", "save_every_steps")
         _not_negative(self, "warmup_steps", "weight_decay")
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step."""
+        return step % self.save_every_steps == 0 or step == self.steps
 
 
 @dataclass
@@ -221,6 +229,8 @@ class PPOConfig(Stage):
     """Updates between two self-checks (the first is before the first step)."""
     sample_every: int = 10
     """Updates between two prints of three samples."""
+    save_every_updates: int = 10
+    """Updates between two checkpoints; the last update has one too."""
 
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
@@ -232,6 +242,7 @@ class PPOConfig(Stage):
         require(bool(self.rewards), "rewards is empty: name a reward model's folder or a function")
         _positive(self, "updates", "episodes_per_update", "samples_per_prompt", "max_new_tokens")
         _positive(self, "ppo_epochs", "minibatches", "check_every", "sample_every")
+        _positive(self, "save_every_updates")
         _positive(self, "temperature", "learning_rate", "critic_learning_rate", "clip_range")
         _not_negative(self, "kl_coef", "entropy_coef", "missing_eos_penalty")
         for name in ("gamma", "gae_lambda"):
@@ -249,6 +260,10 @@ class PPOConfig(Stage):
             f"{self.episodes_per_update}",
         )
         self._check_kl()
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after this update."""
+        return step % self.save_every_updates == 0 or step == self.updates
 
     def longest_prompt(self, context_tokens: int) -> int:
         """What a context leaves for a prompt: a response, and an end token to score, follow it."""

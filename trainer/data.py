@@ -259,23 +259,60 @@ def _said(role: str, value: Value) -> list[dict[str, str]]:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def shuffled(count: int, seed: int) -> Iterator[int]:
+class Order(Iterator[Item]):
+    """An endless order, drawn a stretch at a time; its state is what was drawn and the cursor."""
+
+    def __init__(self, draw: Callable[[int], list[Item]], rows: Order[int] | None = None) -> None:
+        """Takes what draws stretch 0, 1, …, and the order that it draws from, if there is one."""
+        self._draw, self._rows = draw, rows
+        self._stretch, self._cursor = -1, 0
+        self._drawn: list[Item] = []
+
+    def __next__(self) -> Item:
+        """The next of the stretch, or the first of the next one."""
+        if self._cursor == len(self._drawn):
+            self._stretch, self._cursor = self._stretch + 1, 0
+            self._drawn = self._draw(self._stretch)
+        self._cursor += 1
+        return self._drawn[self._cursor - 1]
+
+    def state_dict(self) -> Row:
+        """Where it stands."""
+        rows = self._rows.state_dict() if self._rows else {}
+        return {
+            "stretch": self._stretch,
+            "cursor": self._cursor,
+            "drawn": self._drawn,
+            "rows": rows,
+        }
+
+    def load_state_dict(self, state_dict: Row, /) -> None:
+        """Goes on from there."""
+        self._stretch, self._cursor = state_dict["stretch"], state_dict["cursor"]
+        self._drawn = state_dict["drawn"]
+        if self._rows:
+            self._rows.load_state_dict(state_dict["rows"])
+
+
+def shuffled(count: int, seed: int) -> Order[int]:
     """Endless indices below `count`; each epoch is a permutation of its own."""
-    for epoch in itertools.count():
-        yield from random.Random(f"{seed}/{epoch}").sample(range(count), count)
+    return Order(lambda epoch: random.Random(f"{seed}/{epoch}").sample(range(count), count))
 
 
-def length_batches(lengths: Sequence[int], size: int, seed: int) -> Iterator[list[int]]:
+def length_batches(lengths: Sequence[int], size: int, seed: int) -> Order[list[int]]:
     """Endless batches of indices in random order, each of rows alike in length.
 
     A stretch of 32 batches is drawn, sorted by length, cut into batches, and these are shuffled.
     """
     rows = shuffled(len(lengths), seed)
-    for stretch in itertools.count():
+
+    def draw(stretch: int) -> list[list[int]]:
         drawn = sorted(itertools.islice(rows, 32 * size), key=lambda row: lengths[row])
         batches = [drawn[i : i + size] for i in range(0, len(drawn), size)]
         random.Random(f"{seed}/{stretch}").shuffle(batches)
-        yield from batches
+        return batches
+
+    return Order(draw, rows)
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from . import ppo, report, reward, sft
-from .checkpoint import write_json
+from .checkpoint import read_json, write_json
 from .config import DemoConfig, PPOConfig, require
 from .data import read_prompts, read_rows, write_rows
 from .metrics import console, distinct, repeated
@@ -176,7 +176,8 @@ def make_room(run_dir: Path) -> None:
         (run_dir / "data/train.jsonl").exists(),
         f"{run_dir} holds something that is not a demo: name another --run_dir",
     )
-    if (run_dir / "summary.json").exists():
+    summary = run_dir / "summary.json"
+    if summary.exists() and "setup_seconds" in read_json(summary):  # else it is its PPO stage's
         previous = run_dir.with_name(run_dir.name + ".previous")
         shutil.rmtree(previous, ignore_errors=True)
         run_dir.rename(previous)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from rich.text import Text
 from torch import Tensor
 
 Number = Tensor | float | int
+
+VARYING = ("time/", "memory/")  # begin the names of metrics that two runs do not have alike
 
 console = Console(soft_wrap=True, highlight=False)
 
@@ -105,15 +108,18 @@ class RunLog:
     On a terminal that is one line, rewritten with each step; elsewhere ten lines in all.
     """
 
-    def __init__(self, run_dir: Path, stage: str, steps: int, tensorboard: bool) -> None:
-        """Opens the files of a stage of so many steps."""
-        self.stage, self.steps = stage, steps
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+    def __init__(
+        self, run_dir: Path, stage: str, steps: int, tensorboard: bool, done: int = 0
+    ) -> None:
+        """Opens the files of a stage of so many steps, of which some are done."""
+        self.stage, self.steps, self.done = stage, steps, done
+        self._file = (run_dir / "metrics.jsonl").open("a+", encoding="utf-8")
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(run_dir))
+            # a cut run may have written more steps than are done: they are not shown twice
+            self._board = SummaryWriter(str(run_dir), purge_step=done + 1)
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
@@ -122,7 +128,7 @@ class RunLog:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(stage, total=steps)
+        self._task = self._bar.add_task(stage, total=steps, completed=done)
         self._bar.start()
         self._began = time.perf_counter()
 
@@ -136,8 +142,22 @@ class RunLog:
                 self._board.add_scalar(name, value, step)
         self._bar.update(self._task, completed=step, description=f"{self.stage}: {line}")
         if not console.is_terminal and step % max(self.steps // 10, 1) == 0:
-            left = (time.perf_counter() - self._began) / step * (self.steps - step)
+            seconds = (time.perf_counter() - self._began) / (step - self.done)  # a step
+            left = seconds * (self.steps - step)
             self.print(f"{self.stage} {step}/{self.steps}: {line}, {left:.0f} s left")
+
+    def sync(self) -> int:
+        """Waits until metrics.jsonl is on the disk, and returns its bytes."""
+        if self._board:
+            self._board.flush()
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def last(self) -> dict[str, float | None]:
+        """The metrics of the last step, as metrics.jsonl has them."""
+        self._file.seek(0)
+        *_, line = self._file
+        return {k: v for k, v in json.loads(line).items() if k not in ("stage", "step")}
 
     def print(self, text: str) -> None:
         """Prints text as it is, above the progress line: no markup is read in it."""

@@ -20,6 +20,8 @@ import resource
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +31,11 @@ from transformers import PreTrainedTokenizerBase
 from ppokern import kl_estimate, ppo_value_loss
 
 from .check import check_frozen, check_paths, check_start, check_sums
-from .checkpoint import new_run, save_model, write_json
+from .checkpoint import Checkpoints, save_model, write_json
 from .config import CheckFailed, PPOConfig
 from .data import micro_batches, read_prompts, shuffled, stop_ids
 from .experience import Experience, make_experience
-from .metrics import Metrics, RunLog, distinct, finite, repeated
+from .metrics import Metrics, RunLog, distinct, repeated
 from .models import (
     Policy,
     Scorer,
@@ -46,7 +48,7 @@ from .models import (
 from .optimise import Trained, adamw, clipped_step
 from .rollout import Rollouts, generate
 from .sample import respond, side_by_side
-from .scoring import RewardPart, load_rewards, score
+from .scoring import RewardPart, load_rewards, score, source_file
 
 
 @dataclass
@@ -98,8 +100,18 @@ class KLController:
             if math.isfinite(error):  # nothing to go by where every response was left out
                 self.coef *= 1 + min(max(error, -0.2), 0.2) * episodes / self.horizon_episodes
 
+    def state_dict(self) -> dict[str, Any]:
+        """What changes while a run goes on."""
+        return {"coef": self.coef}
 
-def run(config: PPOConfig, overwrite: bool = False) -> dict[str, float]:
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Goes on from there."""
+        self.coef = state_dict["coef"]
+
+
+def run(
+    config: PPOConfig, overwrite: bool = False, resume: bool = False
+) -> dict[str, float | None]:
     """Trains, writes policy, critic, metrics and samples, and returns the last metrics."""
     config.check()
     device = pick_device()
@@ -107,7 +119,6 @@ def run(config: PPOConfig, overwrite: bool = False) -> dict[str, float]:
     longest = config.longest_prompt(models.context_tokens())
     prompts = read_prompts(config.train, models.tokenizer, config.prompt_tokens, longest)
     check_frozen([models.policy, models.critic], models.frozen())
-    run_dir = new_run(config, overwrite)
 
     trained = [
         (models.policy, adamw(models.policy, config.learning_rate)),
@@ -118,10 +129,22 @@ def run(config: PPOConfig, overwrite: bool = False) -> dict[str, float]:
     order = shuffled(len(prompts), config.seed)
     chance = torch.Generator(device).manual_seed(config.seed)  # of sampling
     shuffle = torch.Generator().manual_seed(config.seed)  # of minibatches
-    row: dict[str, float] = {}
 
-    with closing(RunLog(run_dir, "ppo", config.updates, config.tensorboard)) as log:
-        for update in range(1, config.updates + 1):
+    parts = {
+        "policy": models.policy,
+        "critic": models.critic,
+        "policy_optimizer": trained[0][1],
+        "critic_optimizer": trained[1][1],
+        "kl_controller": controller,
+        "order": order,
+        "sampling": chance,
+        "minibatches": shuffle,
+    }
+    checkpoints = Checkpoints(config, inputs(config), parts)
+    done = checkpoints.begin(overwrite, resume)
+    run_dir = checkpoints.run_dir
+    with closing(RunLog(run_dir, "ppo", config.updates, config.tensorboard, done)) as log:
+        for update in range(done + 1, config.updates + 1):
             metrics = Metrics()
             kl_coef = controller.coef
             kl_in_reward = kl_coef if config.kl_in != "loss" else 0.0
@@ -157,16 +180,18 @@ def run(config: PPOConfig, overwrite: bool = False) -> dict[str, float]:
             log.write(update, row, line(row))
             if update % config.sample_every == 0:
                 log.print(samples(models.tokenizer, rollouts, experience))
+            checkpoints.after(update, log)
+        row = log.last()
 
     sides = (models.reference, models.policy)
     written = [
         respond(side, models.reference, models.rewards, models.tokenizer, prompts[:8], config)
         for side in sides
     ]
-    write_json(run_dir / "samples.json", side_by_side(*written))
-    write_json(run_dir / "summary.json", finite(row))
     save_model(run_dir / "critic", models.critic.model, models.tokenizer)
     save_model(run_dir / "policy", models.policy.lm, models.tokenizer)
+    write_json(run_dir / "samples.json", side_by_side(*written))
+    write_json(run_dir / "summary.json", row)
     return row
 
 
@@ -182,6 +207,16 @@ def load(config: PPOConfig, device: torch.device) -> Models:
         load_policy(config.model).requires_grad_(False).to(device),
         load_rewards(config.rewards, tokenizer, device, config.micro_batch_tokens),
     )
+
+
+def inputs(config: PPOConfig) -> dict[str, Path]:
+    """What a run reads and does not change."""
+    rewards = {
+        f"reward {source}": source_file(source) if ":" in source else Path(source)
+        for source in config.rewards
+    }
+    critic = {"critic": Path(config.critic)} if config.critic else {}
+    return {"reference": Path(config.model), "data": Path(config.train), **rewards, **critic}
 
 
 def learn(

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .checkpoint import new_run, save_model, write_json
+from .checkpoint import Checkpoints, save_model, write_json
 from .config import RewardConfig, require
 from .data import Pair, length_batches, micro_batches, pad, read_pairs
 from .metrics import Metrics, RunLog
@@ -27,7 +28,7 @@ from .models import Scorer, load_tokenizer, new_scorer, pick_device
 from .optimise import adamw, clipped_step, schedule
 
 
-def run(config: RewardConfig, overwrite: bool = False) -> dict[str, float]:
+def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> dict[str, float]:
     """Trains, writes the model to `run_dir/model`, and returns its accuracy on held-out pairs."""
     config.check()
     tokenizer, scorer = load_tokenizer(config.model), new_scorer(config.model)
@@ -37,16 +38,20 @@ def run(config: RewardConfig, overwrite: bool = False) -> dict[str, float]:
     )
     train = read_pairs(config.train, tokenizer, config.max_tokens)
     heldout = read_pairs(config.heldout, tokenizer, config.max_tokens)
-    run_dir = new_run(config, overwrite)
-
     device = pick_device()
     scorer = scorer.to(device).eval()
     optimizer = adamw(scorer, config.learning_rate, config.weight_decay)
     batches = length_batches(
         [max(map(len, pair)) for pair in train], config.pairs_per_step, config.seed
     )
-    with closing(RunLog(run_dir, "reward", config.steps, config.tensorboard)) as log:
-        for step, rows in zip(range(1, config.steps + 1), batches, strict=False):
+
+    inputs = {"data": config.train, "held-out data": config.heldout, "model": config.model}
+    parts = {"model": scorer, "optimizer": optimizer, "batches": batches}
+    checkpoints = Checkpoints(config, {name: Path(x) for name, x in inputs.items()}, parts)
+    done = checkpoints.begin(overwrite, resume)
+    run_dir = checkpoints.run_dir
+    with closing(RunLog(run_dir, "reward", config.steps, config.tensorboard, done)) as log:
+        for step, rows in zip(range(done + 1, config.steps + 1), batches, strict=False):
             schedule(optimizer, config, step)
             metrics = Metrics()
             batch = [train[row] for row in rows]
@@ -63,6 +68,7 @@ def run(config: RewardConfig, overwrite: bool = False) -> dict[str, float]:
             metrics.add("skipped_steps", not stepped)
             line = f"loss {metrics.mean('loss'):.2f}, accuracy {metrics.mean('accuracy'):.2f}"
             log.write(step, metrics.means(), line)
+            checkpoints.after(step, log)
 
         result = _measure(scorer, heldout, config.micro_batch_tokens, device)
         log.print(f"reward: right on {result['accuracy']:.1%} of {len(heldout)} held-out pairs")

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from .config import PPOConfig, require
+from .checkpoint import read_config
+from .config import PPOConfig, UserError, require
 from .data import Encoder, Prompt, stop_ids
 from .metrics import console
 from .models import Policy, forward_all, load_policy, load_tokenizer, pick_device
@@ -99,6 +98,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 def run(run_dir: str, prompt: str) -> None:
     """Prints what a run's policy answers to a prompt, beside what it answered before the run."""
     config = read_config(run_dir)
+    if not isinstance(config, PPOConfig):
+        raise UserError(f"{run_dir} is not the folder of a PPO run but of another stage's")
     tokenizer, device = load_tokenizer(f"{run_dir}/policy"), pick_device()
     policy = load_policy(f"{run_dir}/policy").to(device)
     reference = load_policy(config.model).to(device)
@@ -111,15 +112,3 @@ def run(run_dir: str, prompt: str) -> None:
         for model in (reference, policy)
     ]
     show(side_by_side(*sides))
-
-
-def read_config(run_dir: str) -> PPOConfig:
-    """The configuration of a PPO run."""
-    path = Path(run_dir) / "config.yaml"
-    require(path.is_file(), f"{run_dir} is not the folder of a PPO run: it has no config.yaml")
-    options = yaml.safe_load(path.read_text(encoding="utf-8"))
-    require(
-        "ppo_epochs" in options,
-        f"{run_dir} is not the folder of a PPO run: its config.yaml is another stage's",
-    )
-    return PPOConfig(**options)

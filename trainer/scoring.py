@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +118,16 @@ def _from_function(
         return torch.tensor(numbers, device=rollouts.ids.device)
 
     return part
+
+
+def source_file(source: str) -> Path:
+    """The file that a reward function stands in; the interpreter for one that is built into it."""
+    where, _, name = source.rpartition(":")
+    if where.endswith(".py"):
+        return Path(where)
+    module = importlib.import_module(where)
+    module = inspect.getmodule(getattr(module, name)) or module
+    return Path(getattr(module, "__file__", None) or sys.executable)
 
 
 def load_function(source: str) -> RewardFunction:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from .checkpoint import new_run, save_model, write_json
+from .checkpoint import Checkpoints, save_model, write_json
 from .config import SFTConfig, require
 from .data import (
     Example,
@@ -33,20 +34,26 @@ from .optimise import adamw, clipped_step, schedule
 Batch = tuple[Tensor, Tensor]  # ids (b, t); mask (b, t - 1) of the tokens to learn
 
 
-def run(config: SFTConfig, overwrite: bool = False) -> dict[str, float]:
+def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dict[str, float]:
     """Trains, writes the model to `run_dir/model`, and returns the loss on held-out text."""
     config.check()
     tokenizer, policy = _start(config)
     train = read_examples(config.train, tokenizer, config.max_tokens)
     heldout = read_examples(config.heldout, tokenizer, config.max_tokens)
-    run_dir = new_run(config, overwrite)
-
     device = pick_device()
     policy = policy.to(device).eval()
     optimizer = adamw(policy, config.learning_rate, config.weight_decay)
     batches = length_batches([len(x.ids) for x in train], config.sequences_per_step, config.seed)
-    with closing(RunLog(run_dir, "sft", config.steps, config.tensorboard)) as log:
-        for step, rows in zip(range(1, config.steps + 1), batches, strict=False):
+
+    inputs = {"data": Path(config.train), "held-out data": Path(config.heldout)}
+    if config.model:
+        inputs["model"] = Path(config.model)
+    parts = {"model": policy, "optimizer": optimizer, "batches": batches}
+    checkpoints = Checkpoints(config, inputs, parts)
+    done = checkpoints.begin(overwrite, resume)
+    run_dir = checkpoints.run_dir
+    with closing(RunLog(run_dir, "sft", config.steps, config.tensorboard, done)) as log:
+        for step, rows in zip(range(done + 1, config.steps + 1), batches, strict=False):
             schedule(optimizer, config, step)
             metrics = Metrics()
             tokens = sum(len(train[row].ids) - train[row].start for row in rows)
@@ -58,6 +65,7 @@ def run(config: SFTConfig, overwrite: bool = False) -> dict[str, float]:
             metrics.add("grad_norm", norm)
             metrics.add("skipped_steps", not stepped)
             log.write(step, metrics.means(), f"loss {metrics.mean('loss'):.2f} nats a token")
+            checkpoints.after(step, log)
 
         result = {"loss": _loss(policy, heldout, config.micro_batch_tokens, device)}
         log.print(f"sft: held-out loss {result['loss']:.3f} nats a token")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from trainer import __main__ as cli
@@ -52,6 +53,7 @@ def test_a_run_from_the_command_line(flags: list[str], ppo_config: PPOConfig) ->
     assert names == {
         "policy",
         "critic",
+        "checkpoints",
         "config.yaml",
         "metrics.jsonl",
         "samples.json",
@@ -59,7 +61,10 @@ def test_a_run_from_the_command_line(flags: list[str], ppo_config: PPOConfig) ->
     }
     policy = {path.name for path in (run_dir / "policy").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= policy
-    assert not [path for path in run_dir.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
+    unsafe = [path for path in run_dir.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
+    assert {path.parent.name for path in unsafe} == {"00000002"}  # the checkpoint's
+    for path in unsafe:
+        torch.load(path, weights_only=True)
 
 
 def test_a_run_is_not_overwritten_unless_asked_for_by_name(
@@ -147,7 +152,7 @@ def test_dry_run_of_the_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ([], "sft,reward,ppo,demo,sample"),
+        ([], "sft,reward,ppo,demo,resume"),
         (["nothing"], "nothing"),
         (["ppo", "--no_such_option=1"], "no_such_option"),
         (["ppo", "--updates=many"], "updates"),
@@ -163,7 +168,9 @@ def test_dry_run_of_the_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (["demo", "--ppo.max_new_tokens=63"], "max_new_tokens is 63: too many"),
         (["demo", "--ppo.prompt_tokens=50"], "leave room for max_new_tokens"),
         (["demo", "--reward_model.max_tokens=99"], "reward_model.max_tokens is 99, the context 64"),
-        (["sample", "/no/such/run", "--prompt=x"], "is not the folder of a PPO run"),
+        (["sample", "/no/such/run", "--prompt=x"], "is not the folder of a run"),
+        (["resume", "/no/such/run"], "is not the folder of a run: it has no config.yaml"),
+        (["export", "/no/such/run", "out"], "is not the folder of a run: it has no config.yaml"),
         (["report", "/no/such/run"], "is not the folder of a run"),
     ],
 )

@@ -81,10 +81,15 @@ def test_the_demo_runs_again_and_keeps_the_one_before(own: list[str], tmp_path: 
         if seed:
             assert json.loads((previous / "summary.json").read_text()) == written[-2]
     # what is left of a demo that did not end takes no whole one's place
-    (run_dir / "summary.json").unlink()
-    demo.make_room(run_dir)
-    assert not run_dir.exists()
-    assert (previous / "summary.json").exists()
+    for unfinished in (None, '{"loss/policy_avg": 0.0}'):  # cut before PPO ended, or after it
+        (run_dir / "data").mkdir(parents=True, exist_ok=True)
+        (run_dir / "data/train.jsonl").touch()
+        (run_dir / "summary.json").unlink(missing_ok=True)
+        if unfinished:
+            (run_dir / "summary.json").write_text(unfinished)
+        demo.make_room(run_dir)
+        assert not run_dir.exists()
+        assert json.loads((previous / "summary.json").read_text()) == written[-2]
 
 
 def test_a_folder_that_is_no_demo_is_left_alone(

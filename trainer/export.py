@@ -1,0 +1,24 @@
+"""A plain transformers folder of the model that a run has trained.
+
+python -m trainer export runs/ppo out
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from .checkpoint import read_config, staged
+from .config import PPOConfig, require
+from .metrics import console
+
+
+def run(run_dir: str, out: str) -> None:
+    """Copies the policy of a PPO run, or the model of another stage's."""
+    name = "policy" if isinstance(read_config(run_dir), PPOConfig) else "model"
+    model = Path(run_dir) / name
+    require(model.is_dir(), f"{run_dir} is not finished: go on with `resume {run_dir}`")
+    require(not Path(out).exists(), f"{out} exists: name a folder that does not")
+    with staged(Path(out)) as aside:
+        shutil.copytree(model, aside, dirs_exist_ok=True)
+    console.print(f"{model} is in {out}")
