@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid
 
 from .checkpoint import new_run, save_model, write_json
 from .config import RewardConfig, require
-from .data import Pair, length_batches, micro_batches, pad, read_pairs
+from .data import Pair, length_batches, micro_batches, packed, read_pairs
 from .metrics import Metrics, RunLog
 from .models import Scorer, load_tokenizer, new_scorer, pick_device
 from .optimise import adamw, clipped_step, schedule
@@ -50,9 +50,8 @@ def run(config: RewardConfig, overwrite: bool = False) -> dict[str, float]:
             schedule(optimizer, config, step)
             metrics = Metrics()
             batch = [train[row] for row in rows]
-            for part in micro_batches(
-                [2 * max(map(len, pair)) for pair in batch], config.micro_batch_tokens
-            ):
+            tokens = [sum(map(len, pair)) for pair in batch]
+            for part in micro_batches(tokens, config.micro_batch_tokens):
                 margins = _margins(scorer, [batch[row] for row in part], device)  # (b,)
                 losses = -logsigmoid(margins)
                 (losses.sum() / len(batch)).backward()
@@ -87,8 +86,10 @@ def _margins(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> Ten
 
 def _scores(scorer: Scorer, texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """The number at the end token of each text, `(b,)`."""
-    ends = torch.tensor([[len(ids) - 1] for ids in texts], device=device)  # (b, 1)
-    return scorer(pad(texts, fill=0, device=device)).gather(1, ends).squeeze(1)
+    order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
+    ids, cu_seqlens = packed([texts[row] for row in order], device)
+    places = torch.tensor(order, device=device).argsort()
+    return scorer(ids, cu_seqlens)[cu_seqlens[1:] - 1][places]
 
 
 @torch.inference_mode()

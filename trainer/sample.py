@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from .config import PPOConfig, require
-from .data import Encoder, Prompt, stop_ids
+from .data import Encoder, Prompt, stop_ids, sums
 from .metrics import console
 from .models import Policy, forward_all, load_policy, load_tokenizer, pick_device
 from .rollout import generate
@@ -54,21 +55,18 @@ def respond(
         temperature=config.temperature,
         generator=torch.Generator(device).manual_seed(config.seed),
     )
-    ref_logprobs = forward_all(
-        lambda ids: reference(ids, temperature=config.temperature),
-        rollouts.ids,
-        rollouts.lengths,
-        config.micro_batch_tokens,
-    ).where(rollouts.mask, 0.0)  # (B, T - 1)
-    scores, _ = score(rewards, rollouts, config.missing_eos_penalty)  # (B,)
-    kl = (rollouts.logprobs - ref_logprobs).sum(1)  # (B,)
+    ref = partial(reference, temperature=config.temperature)
+    tokens, ends = config.micro_batch_tokens, rollouts.cu_seqlens
+    ref_logprobs = forward_all(ref, tokens, ends, rollouts.ids, rollouts.mask)  # (total,)
+    scores, _ = score(rewards, rollouts, config.missing_eos_penalty)  # (S,)
+    kl = sums(rollouts.logprobs - ref_logprobs, ends)  # (S,)
     responses = rollouts.responses()
     columns = {
         "prompt": tokenizer.batch_decode([p.ids for p in prompts], skip_special_tokens=True),
         "text": tokenizer.batch_decode(responses, skip_special_tokens=True),
         "score": scores.tolist(),
         "kl": kl.tolist(),
-        "ref_logprob": ref_logprobs.sum(1).tolist(),
+        "ref_logprob": sums(ref_logprobs, ends).tolist(),
         "ids": responses,
     }
     rows = zip(*columns.values(), strict=True)

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ppokern import next_token_targets, position_ids
+
 from .checkpoint import new_run, save_model, write_json
 from .config import SFTConfig, require
 from .data import (
     Example,
     length_batches,
     micro_batches,
-    pad,
+    packed,
     read_examples,
     read_rows,
     train_tokenizer,
@@ -30,7 +32,7 @@ from .metrics import Metrics, RunLog
 from .models import Policy, load_policy, load_tokenizer, new_policy, pick_device
 from .optimise import adamw, clipped_step, schedule
 
-Batch = tuple[Tensor, Tensor]  # ids (b, t); mask (b, t - 1) of the tokens to learn
+Batch = tuple[Tensor, Tensor, Tensor]  # ids, cu_seqlens, mask of the tokens before those to learn
 
 
 def run(config: SFTConfig, overwrite: bool = False) -> dict[str, float]:
@@ -50,8 +52,9 @@ def run(config: SFTConfig, overwrite: bool = False) -> dict[str, float]:
             schedule(optimizer, config, step)
             metrics = Metrics()
             tokens = sum(len(train[row].ids) - train[row].start for row in rows)
-            for ids, mask in _cut([train[row] for row in rows], config.micro_batch_tokens, device):
-                total = -policy(ids, mask).sum()  # nats
+            batch = [train[row] for row in rows]
+            for ids, cu_seqlens, mask in _cut(batch, config.micro_batch_tokens, device):
+                total = -policy(ids, cu_seqlens, mask).sum()  # nats
                 (total / tokens).backward()
                 metrics.add_sum("loss", total.detach(), mask.sum())
             (norm,), stepped = clipped_step([(policy, optimizer)], config.max_grad_norm)
@@ -87,11 +90,11 @@ def _cut(
     batch: Sequence[Example], micro_batch_tokens: int, device: torch.device
 ) -> Iterator[Batch]:
     for rows in micro_batches([len(x.ids) for x in batch], micro_batch_tokens):
-        ids = pad([batch[row].ids for row in rows], fill=0, device=device)  # (b, t)
-        target = torch.arange(1, ids.shape[1], device=device)
-        starts = torch.tensor([[batch[row].start] for row in rows], device=device)  # (b, 1)
-        ends = torch.tensor([[len(batch[row].ids)] for row in rows], device=device)
-        yield ids, (target >= starts) & (target < ends)
+        ids, cu_seqlens = packed([batch[row].ids for row in rows], device)
+        starts = torch.tensor([batch[row].start for row in rows], device=device)  # (s,)
+        starts = starts.repeat_interleave(cu_seqlens.diff())
+        followed = next_token_targets(ids, cu_seqlens)[1]
+        yield ids, cu_seqlens, followed & (position_ids(cu_seqlens) >= starts - 1)
 
 
 @torch.inference_mode()
@@ -99,6 +102,6 @@ def _loss(
     policy: Policy, examples: list[Example], micro_batch_tokens: int, device: torch.device
 ) -> float:
     metrics = Metrics()
-    for ids, mask in _cut(examples, micro_batch_tokens, device):
-        metrics.add("loss", -policy(ids, mask), mask)
+    for ids, cu_seqlens, mask in _cut(examples, micro_batch_tokens, device):
+        metrics.add("loss", -policy(ids, cu_seqlens, mask), mask)
     return metrics.mean("loss")
