@@ -99,7 +99,7 @@ class KeyValueCache:
         columns = torch.arange(self.prompts.longest + room, device=rows.device)
         seen = columns >= padding[:, None]  # (b, columns)
         self.seen = seen[:, None, None] if bool(padding.any()) else None
-        self.buffers: dict[nn.Module, list[Tensor]] = {}  # (b, heads, columns, D), by module
+        self.buffers: dict[nn.Module, list[Tensor]] = {}  # (b, columns, heads, D)
 
     def inputs(self, ids: Tensor) -> dict[str, Any]:
         """What the trunk is told: of the packed prompts at first, then of a token a row `(b,)`."""
@@ -117,9 +117,9 @@ class KeyValueCache:
         if module not in self.buffers:
             self.buffers[module] = [self._set_down(x) for x in (key, value)]
             return self.prompts.attend(module, query, key, value, scale)
-        past = [x[:, :, : self.filled] for x in self.buffers[module]]
-        for columns, new in zip(past, (key, value), strict=True):
-            columns[:, :, -1] = new[:, :, 0]
+        for buffer, new in zip(self.buffers[module], (key, value), strict=True):
+            buffer[:, self.filled - 1] = new[:, :, 0]
+        past = [x[:, : self.filled].transpose(1, 2) for x in self.buffers[module]]
         # heads that share a key stand as queries side by side: no key is repeated
         grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
         seen = self.seen if self.seen is None else self.seen[..., : self.filled]
@@ -129,8 +129,8 @@ class KeyValueCache:
     def _set_down(self, x: Tensor) -> Tensor:
         prompts, longest = self.prompts.cu_seqlens, self.prompts.longest
         padded = unpack(x[0].transpose(0, 1), prompts, length=longest, padding_side="left")
-        buffer = x.new_empty(len(self.rows), x.shape[1], longest + self.room, x.shape[-1])
-        buffer[:, :, :longest] = padded[self.rows].transpose(1, 2)
+        buffer = x.new_empty(len(self.rows), longest + self.room, *padded.shape[2:])
+        buffer[:, :longest] = padded[self.rows]
         return buffer
 
     def last(self, hidden: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class KeyValueCache:
         for pair in self.buffers.values():
             for i, buffer in enumerate(pair):
                 pair[i] = buffer[: len(rows)]
-                pair[i][:, :, : self.filled] = buffer[rows, :, : self.filled]
+                pair[i][:, : self.filled] = buffer[rows, : self.filled]
 
 
 def attend(
