@@ -48,7 +48,7 @@ class Packed:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float | None
     ) -> Tensor:
-        """`(1, heads, total, D)` each, keys with as many heads or a part, to `(1, total, heads, D)`."""
+        """`(1, heads, total, D)` to `(1, total, heads, D)`; keys may have fewer heads."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (total, heads, D)
         if query.is_cuda and query.element_size() == 2 and is_flash_attn_2_available():
             return self._flash(query, key, value, scale)[None]
@@ -182,6 +182,8 @@ def use_packed(model: PreTrainedModel) -> None:
     attention on each sequence alone.
     """
     config, kind = model.config, model.config.model_type
+    if config._attn_implementation == NAME:
+        return
     kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
     names = ("attn_logit_softcapping", "alibi", "attention_chunk_size")
     for name in [*sorted(kinds), *(name for name in names if getattr(config, name, None))]:
@@ -189,7 +191,8 @@ def use_packed(model: PreTrainedModel) -> None:
     rows = [list(range(7)), [3, 1, 4, 1, 5]]
     trunk = model.base_model
     alone = [
-        trunk(input_ids=torch.tensor([row], device=model.device), use_cache=False)[0] for row in rows
+        trunk(input_ids=torch.tensor([row], device=model.device), use_cache=False)[0]
+        for row in rows
     ]
     model.set_attn_implementation(NAME)
     require(

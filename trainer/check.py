@@ -48,7 +48,7 @@ def check_paths(policy: Policy, rollouts: Rollouts, config: PPOConfig, metrics: 
     temperature = config.temperature
     path = partial(policy, temperature=temperature)
     tokens = (rollouts.ids, rollouts.mask)
-    again = forward_all(path, config.micro_batch_tokens, rollouts.cu_seqlens, *tokens)
+    again = forward_all(path, config.max_tokens_per_micro_batch, rollouts.cu_seqlens, *tokens)
     change = (again - rollouts.logprobs)[rollouts.mask].double()  # nats
     ratio = change.expm1().abs().max().item()
     metrics.add("consistency/ratio_error_max", ratio)
@@ -82,8 +82,7 @@ def check_sums(rollouts: Rollouts, experience: Experience, kl_coef: float) -> No
             "the mask does not have one place for each response token; the likely cause: packing"
         )
     kept, kl, rewards = (
-        sums(x, experience.cu_seqlens)
-        for x in (experience.mask, experience.kl, experience.rewards)
+        sums(x, experience.cu_seqlens) for x in (experience.mask, experience.kl, experience.rewards)
     )  # (S,)
     total = (experience.scores - kl_coef * kl).where(kept > 0, 0.0)
     if not torch.allclose(rewards, total, rtol=1e-4, atol=1e-3):
@@ -96,7 +95,6 @@ def check_sums(rollouts: Rollouts, experience: Experience, kl_coef: float) -> No
 @torch.no_grad()
 def likely_cause(policy: Policy, rollouts: Rollouts, temperature: float) -> str:
     """Tries what could make sampling and training differ until one of them explains it."""
-
     alone = [select(rollouts.cu_seqlens, [row]) for row in range(min(4, len(rollouts.prompts)))]
 
     def explained(temperature: float) -> bool:

@@ -305,14 +305,14 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def packed(
     rows: Sequence[Sequence[int]], device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Ids one row behind the other `(total,)`, and where each begins and the last ends `(S + 1,)`."""
+    """Ids one row behind the other, `(total,)`, and where each begins and ends, `(S + 1,)`."""
     ids = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.long, device=device)
     ends = list(itertools.accumulate(map(len, rows), initial=0))
     return ids, torch.tensor(ends, dtype=torch.int32, device=device)
 
 
 def select(cu_seqlens: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Where the tokens of some sequences stand, `(total',)`, and those sequences' own boundaries."""
+    """Where the tokens of some sequences stand, `(total',)`, and the boundaries of these alone."""
     index = torch.tensor(rows, dtype=torch.long, device=cu_seqlens.device)
     lengths = cu_seqlens.diff()[index].long()
     ends = nn.functional.pad(lengths.cumsum(0), (1, 0))

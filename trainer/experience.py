@@ -61,11 +61,11 @@ def make_experience(
         scores: `(S,)`.
         reference: frozen policy.
         critic: its number at a token is the value of the state that ends there.
-        config: temperature, truncation, gamma, gae_lambda and micro_batch_tokens are read.
+        config: temperature, truncation, gamma, gae_lambda and max_tokens_per_micro_batch are read.
         kl_coef: weight of the KL in the rewards; 0 where it is in the loss.
     """
     ids, cu_seqlens = rollouts.ids, rollouts.cu_seqlens
-    mask, tokens = rollouts.mask, config.micro_batch_tokens
+    mask, tokens = rollouts.mask, config.max_tokens_per_micro_batch
     if config.truncation == "drop":
         mask = mask & rollouts.terminated.repeat_interleave(rollouts.lengths)
     ref = partial(reference, temperature=config.temperature)

@@ -133,13 +133,16 @@ def pick_device() -> torch.device:
 
 
 def forward_all(
-    module: Callable[..., Tensor], micro_batch_tokens: int, cu_seqlens: Tensor, *tokens: Tensor
+    module: Callable[..., Tensor],
+    max_tokens_per_micro_batch: int,
+    cu_seqlens: Tensor,
+    *tokens: Tensor,
 ) -> Tensor:
     """Runs `module` without gradients over all sequences, in micro-batches.
 
     Args:
         module: takes packed ids, `cu_seqlens` and further tensors `(total,)`; gives `(total,)`.
-        micro_batch_tokens: most tokens in one pass.
+        max_tokens_per_micro_batch: most tokens in one pass.
         cu_seqlens: `(S + 1,)`.
         *tokens: the ids, and the further tensors.
 
@@ -148,7 +151,7 @@ def forward_all(
     """
     out = torch.empty(len(tokens[0]), device=cu_seqlens.device)
     with torch.inference_mode():
-        for rows in micro_batches(cu_seqlens.diff().tolist(), micro_batch_tokens):
+        for rows in micro_batches(cu_seqlens.diff().tolist(), max_tokens_per_micro_batch):
             places, ends = select(cu_seqlens, rows)
             ids, *others = (x[places] for x in tokens)
             out[places] = module(ids, ends, *others)

@@ -54,10 +54,12 @@ def plan(
     return {
         "sequences a step": f"{rows:,}",
         "tokens a step": f"at most {rows * config.max_tokens:,}",
-        "micro-batches a step": _cuts(rows, config.max_tokens, config.micro_batch_tokens),
+        "micro-batches a step": _cuts(rows, config.max_tokens, config.max_tokens_per_micro_batch),
         "optimiser steps": f"{config.steps:,}",
         "parameters": f"{parameter_count(model):,}",
-        "memory": _bytes(16 * parameter_count(model) + _passing(model, config.micro_batch_tokens)),
+        "memory": _bytes(
+            16 * parameter_count(model) + _passing(model, config.max_tokens_per_micro_batch)
+        ),
     }
 
 
@@ -68,13 +70,15 @@ def _ppo(config: PPOConfig, model: PreTrainedConfig, longest: int) -> Plan:
     parameters = parameter_count(model)
     frozen = 1 + sum(":" not in source for source in config.rewards)
     cache = episodes * (longest + new) * model.num_hidden_layers * 2 * model.hidden_size * 4
-    passing = 2 * _passing(model, config.micro_batch_tokens)
+    passing = 2 * _passing(model, config.max_tokens_per_micro_batch)
     return {
         "prompts an update": f"{episodes // config.samples_per_prompt:,}, up to {longest} tokens",
         "episodes an update": f"{episodes:,}, {config.samples_per_prompt} to a prompt",
         "tokens an update": f"at most {episodes * (longest + new):,}, {episodes * new:,} new",
         "minibatches": f"{config.minibatches} of {minibatch} episodes",
-        "micro-batches a minibatch": _cuts(minibatch, longest + new, config.micro_batch_tokens),
+        "micro-batches a minibatch": _cuts(
+            minibatch, longest + new, config.max_tokens_per_micro_batch
+        ),
         "optimiser steps an update": f"{config.ppo_epochs} epochs x {config.minibatches} = {steps}",
         "optimiser steps": f"{steps * config.updates:,} in {config.updates:,} updates",
         "parameters": f"{parameters:,}, in 2 trained and {frozen} frozen models",
@@ -82,8 +86,8 @@ def _ppo(config: PPOConfig, model: PreTrainedConfig, longest: int) -> Plan:
     }
 
 
-def _cuts(rows: int, tokens: int, micro_batch_tokens: int) -> str:
-    return f"at most {ceil(rows / max(micro_batch_tokens // tokens, 1)):,}"
+def _cuts(rows: int, tokens: int, max_tokens_per_micro_batch: int) -> str:
+    return f"at most {ceil(rows / max(max_tokens_per_micro_batch // tokens, 1)):,}"
 
 
 def _passing(model: PreTrainedConfig, tokens: int) -> int:

@@ -180,7 +180,7 @@ def load(config: PPOConfig, device: torch.device) -> Models:
         load_policy(config.model).to(device),
         critic.to(device),
         load_policy(config.model).requires_grad_(False).to(device),
-        load_rewards(config.rewards, tokenizer, device, config.micro_batch_tokens),
+        load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch),
     )
 
 
@@ -236,7 +236,7 @@ def backward(
     tokens = minibatch.mask.sum().clamp(min=1)
     moved = torch.zeros((), device=tokens.device)
     lengths = minibatch.cu_seqlens.diff().tolist()
-    for rows in micro_batches(lengths, config.micro_batch_tokens):
+    for rows in micro_batches(lengths, config.max_tokens_per_micro_batch):
         batch = minibatch.rows(rows)
         policy = models.policy(
             batch.ids,
@@ -311,7 +311,9 @@ def observe(
     metrics.add("objective/kl_per_token", experience.kl, mask)
     k3 = kl_estimate(rollouts.logprobs, experience.ref_logprobs, "k3", mask)
     metrics.add("objective/kl_k3", sums(k3, ends)[kept])
-    sampled = -sums(rollouts.logprobs, ends)[kept]  # (S',) nats: a proxy; policy/entropy_avg is exact
+    sampled = -sums(rollouts.logprobs, ends)[
+        kept
+    ]  # (S',) nats: a proxy; policy/entropy_avg is exact
     metrics.add("objective/entropy", sampled)
     metrics.add("objective/non_score_reward", -kl_in_reward * kl)
     metrics.add("objective/rlhf_reward", scores - kl_in_reward * kl)

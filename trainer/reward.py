@@ -51,7 +51,7 @@ def run(config: RewardConfig, overwrite: bool = False) -> dict[str, float]:
             metrics = Metrics()
             batch = [train[row] for row in rows]
             tokens = [sum(map(len, pair)) for pair in batch]
-            for part in micro_batches(tokens, config.micro_batch_tokens):
+            for part in micro_batches(tokens, config.max_tokens_per_micro_batch):
                 margins = _margins(scorer, [batch[row] for row in part], device)  # (b,)
                 losses = -logsigmoid(margins)
                 (losses.sum() / len(batch)).backward()
@@ -63,7 +63,7 @@ def run(config: RewardConfig, overwrite: bool = False) -> dict[str, float]:
             line = f"loss {metrics.mean('loss'):.2f}, accuracy {metrics.mean('accuracy'):.2f}"
             log.write(step, metrics.means(), line)
 
-        result = _measure(scorer, heldout, config.micro_batch_tokens, device)
+        result = _measure(scorer, heldout, config.max_tokens_per_micro_batch, device)
         log.print(f"reward: right on {result['accuracy']:.1%} of {len(heldout)} held-out pairs")
     record = {
         "score_mean": result["score_mean"],
@@ -94,12 +94,12 @@ def _scores(scorer: Scorer, texts: Sequence[Sequence[int]], device: torch.device
 
 @torch.inference_mode()
 def _measure(
-    scorer: Scorer, pairs: Sequence[Pair], micro_batch_tokens: int, device: torch.device
+    scorer: Scorer, pairs: Sequence[Pair], max_tokens_per_micro_batch: int, device: torch.device
 ) -> dict[str, float]:
     """Accuracy on pairs, and mean and standard deviation of the scores of their texts."""
     texts = [ids for pair in pairs for ids in pair]
     scores = torch.empty(len(texts), device=device)
-    for rows in micro_batches([len(ids) for ids in texts], micro_batch_tokens):
+    for rows in micro_batches([len(ids) for ids in texts], max_tokens_per_micro_batch):
         scores[rows] = _scores(scorer, [texts[row] for row in rows], device)
     chosen, rejected = scores.view(-1, 2).unbind(1)
     return {

@@ -56,7 +56,7 @@ def respond(
         generator=torch.Generator(device).manual_seed(config.seed),
     )
     ref = partial(reference, temperature=config.temperature)
-    tokens, ends = config.micro_batch_tokens, rollouts.cu_seqlens
+    tokens, ends = config.max_tokens_per_micro_batch, rollouts.cu_seqlens
     ref_logprobs = forward_all(ref, tokens, ends, rollouts.ids, rollouts.mask)  # (total,)
     scores, _ = score(rewards, rollouts, config.missing_eos_penalty)  # (S,)
     kl = sums(rollouts.logprobs - ref_logprobs, ends)  # (S,)
@@ -100,7 +100,7 @@ def run(run_dir: str, prompt: str) -> None:
     tokenizer, device = load_tokenizer(f"{run_dir}/policy"), pick_device()
     policy = load_policy(f"{run_dir}/policy").to(device)
     reference = load_policy(config.model).to(device)
-    rewards = load_rewards(config.rewards, tokenizer, device, config.micro_batch_tokens)
+    rewards = load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch)
     asked = [Prompt(Encoder(tokenizer, [{"prompt": prompt}], "prompt").start(prompt), prompt)]
     room, tokens = config.longest_prompt(policy.context_tokens), len(asked[0].ids)
     require(tokens <= room, f"the prompt has {tokens} tokens, there is room for {room}")

@@ -46,7 +46,7 @@ def load_rewards(
     weights: Mapping[str, float],
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-    micro_batch_tokens: int,
+    max_tokens_per_micro_batch: int,
 ) -> list[RewardPart]:
     """The parts of the score.
 
@@ -54,7 +54,7 @@ def load_rewards(
         weights: of reward models' folders, `FILE.py:name` or `module:name`.
         tokenizer: the policy's; a reward model must have the same.
         device: for reward models.
-        micro_batch_tokens: most tokens in one forward pass.
+        max_tokens_per_micro_batch: most tokens in one forward pass.
     """
     parts = []
     for source, weight in weights.items():
@@ -66,20 +66,22 @@ def load_rewards(
             model = load_scorer(source).requires_grad_(False).to(device)
             same = load_tokenizer(source).get_vocab() == tokenizer.get_vocab()
             require(same, f"the reward model in {source} has another vocabulary than the policy")
-            rule = _from_model(model, end_token(tokenizer), micro_batch_tokens)
+            rule = _from_model(model, end_token(tokenizer), max_tokens_per_micro_batch)
             parts.append(RewardPart(Path(source).name, weight, rule, model))
     names = [part.name for part in parts]
     require(len(set(names)) == len(names), f"two rewards have one name: {', '.join(names)}")
     return parts
 
 
-def _from_model(scorer: Scorer, eos: int, micro_batch_tokens: int) -> Callable[[Rollouts], Tensor]:
+def _from_model(
+    scorer: Scorer, eos: int, max_tokens_per_micro_batch: int
+) -> Callable[[Rollouts], Tensor]:
     def part(rollouts: Rollouts) -> Tensor:
         """The score at the last token; a truncated text gets the end that training had."""
         rows = zip(rollouts.sequences(), rollouts.terminated.tolist(), strict=True)
         whole = [ids if ended else [*ids, eos] for ids, ended in rows]
         ids, cu_seqlens = packed(whole, rollouts.ids.device)
-        return forward_all(scorer, micro_batch_tokens, cu_seqlens, ids)[cu_seqlens[1:] - 1]
+        return forward_all(scorer, max_tokens_per_micro_batch, cu_seqlens, ids)[cu_seqlens[1:] - 1]
 
     return part
 

@@ -53,7 +53,7 @@ def run(config: SFTConfig, overwrite: bool = False) -> dict[str, float]:
             metrics = Metrics()
             tokens = sum(len(train[row].ids) - train[row].start for row in rows)
             batch = [train[row] for row in rows]
-            for ids, cu_seqlens, mask in _cut(batch, config.micro_batch_tokens, device):
+            for ids, cu_seqlens, mask in _cut(batch, config.max_tokens_per_micro_batch, device):
                 total = -policy(ids, cu_seqlens, mask).sum()  # nats
                 (total / tokens).backward()
                 metrics.add_sum("loss", total.detach(), mask.sum())
@@ -62,7 +62,7 @@ def run(config: SFTConfig, overwrite: bool = False) -> dict[str, float]:
             metrics.add("skipped_steps", not stepped)
             log.write(step, metrics.means(), f"loss {metrics.mean('loss'):.2f} nats a token")
 
-        result = {"loss": _loss(policy, heldout, config.micro_batch_tokens, device)}
+        result = {"loss": _loss(policy, heldout, config.max_tokens_per_micro_batch, device)}
         log.print(f"sft: held-out loss {result['loss']:.3f} nats a token")
     save_model(run_dir / "model", policy.lm, tokenizer)
     write_json(run_dir / "summary.json", result)
@@ -87,9 +87,9 @@ def _start(config: SFTConfig) -> tuple[PreTrainedTokenizerBase, Policy]:
 
 
 def _cut(
-    batch: Sequence[Example], micro_batch_tokens: int, device: torch.device
+    batch: Sequence[Example], max_tokens_per_micro_batch: int, device: torch.device
 ) -> Iterator[Batch]:
-    for rows in micro_batches([len(x.ids) for x in batch], micro_batch_tokens):
+    for rows in micro_batches([len(x.ids) for x in batch], max_tokens_per_micro_batch):
         ids, cu_seqlens = packed([batch[row].ids for row in rows], device)
         starts = torch.tensor([batch[row].start for row in rows], device=device)  # (s,)
         starts = starts.repeat_interleave(cu_seqlens.diff())
@@ -99,9 +99,9 @@ def _cut(
 
 @torch.inference_mode()
 def _loss(
-    policy: Policy, examples: list[Example], micro_batch_tokens: int, device: torch.device
+    policy: Policy, examples: list[Example], max_tokens_per_micro_batch: int, device: torch.device
 ) -> float:
     metrics = Metrics()
-    for ids, cu_seqlens, mask in _cut(examples, micro_batch_tokens, device):
+    for ids, cu_seqlens, mask in _cut(examples, max_tokens_per_micro_batch, device):
         metrics.add("loss", -policy(ids, cu_seqlens, mask), mask)
     return metrics.mean("loss")

@@ -23,20 +23,20 @@ def made(rows: list[list[int]], start: int, advantages: list[float], models: Mod
     """An experience whose old log-probs are the policy's own, with one advantage a row."""
     rollouts = make_rollouts(rows, [start] * len(rows), [True] * len(rows))
     with torch.no_grad():
-        logprobs = models.policy(rollouts.ids, rollouts.mask)
-        values = models.critic(rollouts.ids)[:, :-1]
+        logprobs = models.policy(rollouts.ids, rollouts.cu_seqlens, rollouts.mask)
+        values = models.critic(rollouts.ids, rollouts.cu_seqlens)
     mask = rollouts.mask
     zeros = torch.zeros(mask.shape)
     return Experience(
         ids=rollouts.ids,
-        lengths=rollouts.lengths,
+        cu_seqlens=rollouts.cu_seqlens,
         mask=mask,
         logprobs=logprobs,
         ref_logprobs=logprobs,
         values=values,
         rewards=zeros,
         kl=zeros,
-        advantages=torch.tensor(advantages)[:, None].expand(mask.shape).where(mask, zeros),
+        advantages=torch.tensor(advantages).repeat_interleave(rollouts.lengths).where(mask, zeros),
         returns=values + 1,
         scores=torch.tensor(advantages),
     )
@@ -61,9 +61,9 @@ def test_T9_the_loss_does_not_depend_on_the_cut(ppo_config: PPOConfig, models: M
     """Lengths 1 and 3, advantages +1 and -1: -(1 - 3) / 4 = .5, in one micro-batch or in two."""
     x = made([[1, 20, 30], [1, 20, 40, 50, 60]], 2, [1.0, -1.0], models)
     found = []
-    for micro_batch_tokens in (64, 1):
+    for max_tokens_per_micro_batch in (64, 1):
         metrics = Metrics()
-        config = replace(ppo_config, micro_batch_tokens=micro_batch_tokens)
+        config = replace(ppo_config, max_tokens_per_micro_batch=max_tokens_per_micro_batch)
         ppo.backward(models, x, config, 0.0, metrics)
         assert metrics.mean("loss/policy_avg") == pytest.approx(0.5, abs=1e-6)
         assert metrics.mean("loss/value_avg") == pytest.approx(0.5, abs=1e-6)  # half of 1 squared
@@ -97,11 +97,11 @@ def test_the_logits_of_a_batch_are_never_made(ppo_config: PPOConfig, models: Mod
     models = replace(models, policy=policy, critic=models.critic)
     ids = torch.randint(1, 200, (rows, width))
     x = made(ids.tolist(), 1, [1.0] * rows, models)
-    config = replace(ppo_config, micro_batch_tokens=rows * width)
+    config = replace(ppo_config, max_tokens_per_micro_batch=rows * width)
     with Largest() as of_update:
         ppo.backward(models, x, config, 0.0, Metrics())
     with Largest() as of_reference, torch.no_grad():
-        policy(ids)
+        policy(x.ids, x.cu_seqlens)
     assert policy.lm.lm_head.weight.grad.abs().sum() > 0
     for seen in (of_update, of_reference):
         assert 2**22 < seen.numbers <= 2**28 // 4 < rows * (width - 1) * 8192
@@ -136,7 +136,7 @@ def test_each_epoch_sees_all_episodes_in_an_order_of_its_own(
     x = made([[1, 20, 30 + i] for i in range(8)], 2, [1.0] * 8, models)
     config = replace(ppo_config, ppo_epochs=2, minibatches=2)
     shuffle = torch.Generator().manual_seed(0)
-    seen = [m.ids[:, 2].tolist() for m in ppo.minibatches(x, config, shuffle)]
+    seen = [m.ids[2::3].tolist() for m in ppo.minibatches(x, config, shuffle)]
     first, second = seen[0] + seen[1], seen[2] + seen[3]
     assert sorted(first) == sorted(second) == list(range(30, 38))
     assert first != second
@@ -172,7 +172,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(
     ppo_config: PPOConfig, models: Models
 ) -> None:
     x = made([[1, 20, 30], [1, 20, 40]], 2, [1.0, -1.0], models)
-    x.returns[0, 1] = math.inf
+    x.returns[1] = math.inf
     before = [p.clone() for p in models.policy.parameters()]
     trained, metrics = trained_by(models, ppo_config), Metrics()
     config = replace(ppo_config, ppo_epochs=1, minibatches=2)
