@@ -122,10 +122,10 @@ def test_T4_step_by_step_is_as_all_at_once(family: str, prompts: list[list[int]]
         logits = policy(torch.tensor([row[-1] for row in rows]), cache=cache)
 
 
-WINDOW = {**SIZES, "sliding_window": 3}
+WINDOW = {**SIZES, "sliding_window": 3, "max_window_layers": 1}
 UNKNOWN = {
-    "mistral.*sliding_attention|sliding_window": MistralConfig(**WINDOW),
-    "qwen2: .*sliding_attention": Qwen2Config(**WINDOW, use_sliding_window=True, max_window_layers=1),
+    "mistral.*sliding_attention|sliding_window": MistralConfig(**SIZES, sliding_window=3),
+    "qwen2: .*sliding_attention": Qwen2Config(**WINDOW, use_sliding_window=True),
     "a window beyond any probe.*|sliding": MistralConfig(**SIZES, sliding_window=4096),
     "gemma2: .*(sliding_attention|softcap)": Gemma2Config(**SIZES, head_dim=8),
     "gemma2: .*attn_logit_softcapping": Gemma2Config(

@@ -1,5 +1,6 @@
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,60 @@ def test_T9_the_loss_does_not_depend_on_the_cut(ppo_config: PPOConfig, models: M
     for a, b in zip(*(grads for _, grads in found), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
+
+
+def varied(models: Models, count: int = 12) -> Experience:
+    """Responses of 1 to 12 tokens, advantages of both signs."""
+    draw = random.Random(0)
+    rows = [[1, 20, *(draw.randrange(3, 200) for _ in range(1 + i % 12))] for i in range(count)]
+    return made(rows, 2, [(-1.0) ** i * (1 + i) for i in range(count)], models)
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 33, 64])
+def test_T9_nor_how_full_micro_batches_are(
+    ppo_config: PPOConfig, models: Models, tokens: int
+) -> None:
+    x, found = varied(models), []
+    for limit in (tokens, 10_000):
+        config, metrics = replace(ppo_config, max_tokens_per_micro_batch=limit), Metrics()
+        ppo.backward(models, x, config, 0.1, metrics)
+        found.append((metrics.means(), gradients(models)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4, abs=1e-6)
+    for a, b in zip(*(grads for _, grads in found), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_the_order_of_prompts_in_a_batch_is_no_matter(
+    ppo_config: PPOConfig, models: Models
+) -> None:
+    x, found = varied(models), []
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
+    assert order != sorted(order)
+    for experience in (x, x.rows(order)):
+        metrics = Metrics()
+        ppo.backward(models, experience, ppo_config, 0.1, metrics)
+        found.append((metrics.means(), gradients(models)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4, abs=1e-6)
+    for a, b in zip(*(grads for _, grads in found), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_P5_micro_batches_of_10_and_1000_tokens_add_up_to_the_batch(
+    ppo_config: PPOConfig, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(0)
+    lengths = [10, *[40] * 25]
+    rows = [[1, 20, *(draw.randrange(3, 200) for _ in range(n))] for n in lengths]
+    x, found = made(rows, 2, [5.0, *[-1.0] * 25], models), []
+    for cut in ([[0], list(range(1, 26))], [list(range(26))]):
+        monkeypatch.setattr(ppo, "micro_batches", lambda *_, cut=cut: cut)
+        assert [int(x.rows(part).mask.sum()) for part in cut] in ([10, 1000], [1010])
+        metrics = Metrics()
+        ppo.backward(models, x, ppo_config, 0.0, metrics)
+        assert metrics.mean("loss/policy_avg") == pytest.approx((1000 - 50) / 1010, rel=1e-5)
+        found.append(gradients(models))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 class Largest(TorchDispatchMode):
@@ -312,9 +367,17 @@ def test_sums_in_a_log_agree(ppo_config: PPOConfig) -> None:
         )
 
 
-def test_at_the_start_the_kl_is_0(ppo_config: PPOConfig) -> None:
-    ppo.run(ppo_config)
-    assert rows_of(ppo_config.run_dir)[0]["objective/kl"] == pytest.approx(0.0, abs=1e-4)
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_at_the_start_the_ratio_is_1_and_the_kl_is_0(
+    ppo_config: PPOConfig, temperature: float
+) -> None:
+    """What was sampled step by step, prompts shared, against packed micro-batches of training."""
+    options = {"samples_per_prompt": 2, "max_tokens_per_micro_batch": 40, "minibatches": 1}
+    ppo.run(replace(ppo_config, **options, temperature=temperature, ppo_epochs=1, updates=1))
+    (row,) = rows_of(ppo_config.run_dir)
+    assert row["consistency/ratio_error_max"] < 1e-4
+    assert row["val/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert row["objective/kl"] == pytest.approx(0.0, abs=1e-4)
 
 
 def test_the_frozen_models_stay_as_they_were(ppo_config: PPOConfig) -> None:
