@@ -284,3 +284,9 @@ def parameter_count(config: PreTrainedConfig) -> int:
     """Parameters of a language model, without making it."""
     with torch.device("meta"):
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def parameter_names(config: PreTrainedConfig) -> list[str]:
+    """Their names."""
+    with torch.device("meta"):
+        return [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]

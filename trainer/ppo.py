@@ -252,6 +252,7 @@ def backward(
             kl_coef=kl_coef,
             denominator=tokens,
         )
+        policy.loss.backward()  # before the critic's pass: its activations take the same room
         value = ppo_value_loss(
             models.critic(batch.ids, batch.cu_seqlens),
             batch.values,
@@ -260,7 +261,7 @@ def backward(
             clip_range=config.value_clip_range,
             denominator=tokens,
         )
-        (policy.loss + value.loss).backward()
+        value.loss.backward()
 
         count = batch.mask.sum()
         for name, stat in POLICY_STATS.items():
