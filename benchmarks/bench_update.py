@@ -13,9 +13,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import ppokern
+from ppokern import next_token_targets
 from ppokern.ppo_loss.op import Loss
 from trainer import ppo
+from trainer.attention import Packed
 from trainer.config import PPOConfig, Scratch
+from trainer.data import packed
 from trainer.experience import Experience
 from trainer.metrics import Metrics
 from trainer.models import Policy, Scorer, scratch_config, without_dropout
@@ -30,14 +33,18 @@ CASES = {  # model, sequences, tokens of each
 class PlainPolicy(Policy):
     """Log-probs, entropy and the clipped loss from the logits of the batch."""
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    def forward(
+        self, ids: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None, **options: Any
+    ) -> Any:
         """See `Policy`."""
-        logits = self.lm(input_ids=ids, use_cache=False).logits[:, :-1]  # (B, T - 1, V)
+        inputs = Packed(cu_seqlens).inputs(ids)
+        logits = self.lm(**inputs, use_cache=False).logits[0, :-1]  # (total - 1, V)
         logprobs = logits.float().log_softmax(-1)
         entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
-        logprobs = logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
-        old, advantages = options["old_logprobs"], options["advantages"]
+        logprobs = logprobs.gather(-1, ids[1:, None]).squeeze(-1)
+        old, advantages = options["old_logprobs"][:-1], options["advantages"][:-1]
         count = options["denominator"]
+        mask = mask[:-1]  # type: ignore[index]
 
         def mean(x: Tensor) -> Tensor:
             return torch.where(mask, x, 0.0).sum() / count  # type: ignore[arg-type]
@@ -68,16 +75,16 @@ def data(case: str) -> tuple[Any, Any, Experience]:
     config.score_mean, config.score_std = 0.0, 1.0
     lm = AutoModelForCausalLM.from_config(config)
     critic = Scorer(AutoModelForSequenceClassification.from_config(config))
-    ids = torch.randint(1, scratch.vocab_size, (rows, width))
-    lengths = torch.randint(width // 2, width + 1, (rows,))
-    mask = torch.arange(1, width) < lengths[:, None]
+    lengths = torch.randint(width // 2, width + 1, (rows,)).tolist()
+    ids, cu_seqlens = packed([torch.randint(1, scratch.vocab_size, (n,)).tolist() for n in lengths])
+    mask = next_token_targets(ids, cu_seqlens)[1]
     with torch.no_grad():
-        logprobs, values = Policy(lm)(ids, mask), critic(ids)[:, :-1]
+        logprobs, values = Policy(lm)(ids, cu_seqlens, mask), critic(ids, cu_seqlens)
     noise = torch.randn(mask.shape)
     return lm, critic, Experience(
-        ids=ids, lengths=lengths, mask=mask, logprobs=logprobs + 0.1 * noise,
+        ids=ids, cu_seqlens=cu_seqlens, mask=mask, logprobs=logprobs + 0.1 * noise,
         ref_logprobs=logprobs, values=values, rewards=noise, kl=noise, advantages=noise,
-        returns=values + noise, scores=noise[:, 0],
+        returns=values + noise, scores=noise[:rows],
     )  # fmt: skip
 
 
@@ -88,7 +95,7 @@ def bench_update(measure: Callable, case: str, form: str) -> None:
     lm, critic, minibatch = data(case)
     policy = (PlainPolicy if form == "eager" else Policy)(lm)
     models = ppo.Models(None, policy, critic, policy, [])  # type: ignore[arg-type]
-    config = PPOConfig(micro_batch_tokens=2**16)
+    config = PPOConfig(max_tokens_per_micro_batch=2**16)
 
     def step() -> None:
         policy.zero_grad()

@@ -8,11 +8,13 @@ silence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .config import CheckFailed, PPOConfig
+from .data import select, sums
 from .experience import Experience
 from .metrics import Metrics
 from .models import Policy, dropout_of, forward_all
@@ -41,15 +43,12 @@ def check_paths(policy: Policy, rollouts: Rollouts, config: PPOConfig, metrics: 
     """Sampling and training give a token the same log-prob.
 
     Returns:
-        The log-probs on the training path, `(B, T - 1)`.
+        The log-probs on the training path, `(total,)`.
     """
     temperature = config.temperature
-    again = forward_all(
-        lambda ids: policy(ids, temperature=temperature),
-        rollouts.ids,
-        rollouts.lengths,
-        config.micro_batch_tokens,
-    )
+    path = partial(policy, temperature=temperature)
+    tokens = (rollouts.ids, rollouts.mask)
+    again = forward_all(path, config.max_tokens_per_micro_batch, rollouts.cu_seqlens, *tokens)
     change = (again - rollouts.logprobs)[rollouts.mask].double()  # nats
     ratio = change.expm1().abs().max().item()
     metrics.add("consistency/ratio_error_max", ratio)
@@ -76,16 +75,17 @@ def check_start(logprobs: Tensor, rollouts: Rollouts, experience: Experience) ->
 
 def check_sums(rollouts: Rollouts, experience: Experience, kl_coef: float) -> None:
     """Every response token is a transition; a response's rewards add up to its score less KL."""
-    prompts = torch.tensor(
-        [len(prompt.ids) for prompt in rollouts.prompts], device=rollouts.lengths.device
-    )
-    if not torch.equal(rollouts.mask.sum(1), rollouts.lengths - prompts):
+    starts = [len(prompt.ids) for prompt in rollouts.prompts]
+    chosen = rollouts.lengths - torch.tensor(starts, device=rollouts.lengths.device)  # (S,)
+    if not torch.equal(sums(rollouts.mask, rollouts.cu_seqlens).long(), chosen):
         raise CheckFailed(
-            "the mask does not have one place for each response token; the likely cause: padding"
+            "the mask does not have one place for each response token; the likely cause: packing"
         )
-    kept = experience.mask.any(1)  # (B,)
-    total = experience.scores - kl_coef * experience.kl.sum(1)
-    if not torch.allclose(experience.rewards.sum(1)[kept], total[kept], rtol=1e-4, atol=1e-3):
+    kept, kl, rewards = (
+        sums(x, experience.cu_seqlens) for x in (experience.mask, experience.kl, experience.rewards)
+    )  # (S,)
+    total = (experience.scores - kl_coef * kl).where(kept > 0, 0.0)
+    if not torch.allclose(rewards, total, rtol=1e-4, atol=1e-3):
         raise CheckFailed(
             "rewards do not add up to score less KL; the likely cause: the mask, or a score put "
             "twice"
@@ -95,21 +95,23 @@ def check_sums(rollouts: Rollouts, experience: Experience, kl_coef: float) -> No
 @torch.no_grad()
 def likely_cause(policy: Policy, rollouts: Rollouts, temperature: float) -> str:
     """Tries what could make sampling and training differ until one of them explains it."""
+    alone = [select(rollouts.cu_seqlens, [row]) for row in range(min(4, len(rollouts.prompts)))]
 
-    def explained(temperature: float, rows: slice, width: int | None = None) -> bool:
-        again = policy(rollouts.ids[rows, :width], temperature=temperature)
-        change = (again - rollouts.logprobs[rows, : again.shape[1]])[
-            rollouts.mask[rows, : again.shape[1]]
+    def explained(temperature: float) -> bool:
+        """Whether sequences alone give what sampling gave."""
+        changes = [
+            policy(rollouts.ids[places], ends, rollouts.mask[places], temperature=temperature)
+            - rollouts.logprobs[places]
+            for places, ends in alone
         ]
-        return change.abs().max().item() <= RATIO_LIMIT
+        return torch.cat(changes).abs().max().item() <= RATIO_LIMIT
 
-    few = range(min(4, len(rollouts.prompts)))
     if policy.training and dropout_of(policy):
         return "dropout is on"
-    if all(explained(temperature, slice(row, row + 1), int(rollouts.lengths[row])) for row in few):
-        return "padding changes what a row's tokens are given"
+    if explained(temperature):
+        return "packing changes what a sequence's tokens are given"
     for tried in (step / 20 for step in range(2, 61)):
-        if all(explained(tried, slice(row, row + 1), int(rollouts.lengths[row])) for row in few):
+        if explained(tried):
             return f"temperature, {tried:g} in sampling and {temperature:g} in training"
     if next(policy.parameters()).dtype != torch.float32:
         return f"precision, the policy is in {next(policy.parameters()).dtype}"

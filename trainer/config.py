@@ -76,8 +76,8 @@ class Stage:
     """JSONL file to train on."""
     seed: int = 0
     """Of initial weights, data order and sampling."""
-    micro_batch_tokens: int = 2048
-    """Most tokens, padding included, in one pass; a step adds up as many passes as it needs."""
+    max_tokens_per_micro_batch: int = 2048
+    """Most tokens in one packed pass; a step adds up as many passes as it needs."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; the norm before is logged."""
     tensorboard: bool = False
@@ -89,7 +89,7 @@ class Stage:
         """Raises a `UserError` for a value that is missing or out of range."""
         require(bool(self.run_dir), "run_dir is missing: the folder that the stage is to write to")
         require(bool(self.train), "train is missing: the JSONL file to train on")
-        _positive(self, "micro_batch_tokens", "max_grad_norm", "keep_last_checkpoints")
+        _positive(self, "max_tokens_per_micro_batch", "max_grad_norm", "keep_last_checkpoints")
 
 
 @dataclass

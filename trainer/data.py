@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from .config import UserError, require
@@ -316,17 +317,46 @@ def length_batches(lengths: Sequence[int], size: int, seed: int) -> Order[list[i
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Rows by length, cut where one more would make more than `max_tokens`, padding included."""
-    batches: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
-        if not batches or (len(batches[-1]) + 1) * lengths[row] > max_tokens:
-            batches.append([])
-        batches[-1].append(row)
-    return batches
+    """Rows by length, in as few batches of at most `max_tokens` as that order allows, equally full.
+
+    Rows alike in length stay together. A row with more tokens is a batch of its own.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: lengths[row])
+
+    def cut(limit: int) -> list[list[int]]:
+        batches: list[list[int]] = []
+        room = 0
+        for row in order:
+            if not batches or lengths[row] > room:
+                batches.append([])
+                room = limit
+            batches[-1].append(row)
+            room -= lengths[row]
+        return batches
+
+    fewest = len(cut(max_tokens))
+    limits = range(1, max_tokens)
+    return cut(1 + bisect_left(limits, True, key=lambda limit: len(cut(limit)) == fewest))
 
 
-def pad(rows: Sequence[Sequence[int]], fill: int, device: torch.device | None = None) -> Tensor:
-    """Ids of unequal length as one tensor `(B, T)`, padded on the right."""
-    width = max(map(len, rows), default=0)
-    padded = [[*row, *[fill] * (width - len(row))] for row in rows]
-    return torch.tensor(padded, dtype=torch.long, device=device)
+def packed(
+    rows: Sequence[Sequence[int]], device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Ids one row behind the other, `(total,)`, and where each begins and ends, `(S + 1,)`."""
+    ids = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.long, device=device)
+    ends = list(itertools.accumulate(map(len, rows), initial=0))
+    return ids, torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def select(cu_seqlens: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Where the tokens of some sequences stand, `(total',)`, and the boundaries of these alone."""
+    index = torch.tensor(rows, dtype=torch.long, device=cu_seqlens.device)
+    lengths = cu_seqlens.diff()[index].long()
+    ends = nn.functional.pad(lengths.cumsum(0), (1, 0))
+    shift = (cu_seqlens[index] - ends[:-1]).repeat_interleave(lengths)
+    return torch.arange(len(shift), device=shift.device) + shift, ends.to(torch.int32)
+
+
+def sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The sum of each sequence, `(total,)` to `(S,)`."""
+    return torch.segment_reduce(x.float(), "sum", offsets=cu_seqlens.long(), initial=0)

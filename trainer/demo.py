@@ -105,7 +105,7 @@ def compare(config: PPOConfig, heldout: str, count: int) -> list[list[Sample]]:
     reference, policy = (
         load_policy(folder).to(device) for folder in (config.model, f"{config.run_dir}/policy")
     )
-    rewards = load_rewards(config.rewards, tokenizer, device, config.micro_batch_tokens)
+    rewards = load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch)
     room = config.longest_prompt(policy.context_tokens)
     prompts = read_prompts(heldout, tokenizer, config.prompt_tokens, room)[:count]
     return [

@@ -1,13 +1,14 @@
 """From rollouts to what an update learns from: values, reference, shaped rewards, advantages.
 
-Everything here is fixed for the update. Per-token tensors are `(B, T - 1)`: place `i` is the
-transition that chose `ids[:, i + 1]` in the state that ends with `ids[:, i]`.
+Everything here is fixed for the update. Per-token tensors are packed, `(total,)`: place `i` is the
+state that ends with `ids[i]`, and the transition that chose the token behind it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,16 +16,17 @@ from torch import Tensor
 from ppokern import gae, shaped_rewards, whiten
 
 from .config import PPOConfig
+from .data import select
 from .models import Policy, Scorer, forward_all
 from .rollout import Rollouts
 
 
 @dataclass
 class Experience:
-    """What an update learns from; `(B, T - 1)` where not said otherwise."""
+    """What an update learns from; `(total,)` where not said otherwise."""
 
-    ids: Tensor  # (B, T)
-    lengths: Tensor  # (B,)
+    ids: Tensor
+    cu_seqlens: Tensor  # (S + 1,)
     mask: Tensor  # bool, True where there is something to learn
     logprobs: Tensor  # at sampling, nats
     ref_logprobs: Tensor  # nats
@@ -33,18 +35,15 @@ class Experience:
     kl: Tensor  # k1 to the reference, nats
     advantages: Tensor  # whitened
     returns: Tensor  # the critic's targets, from the advantages before whitening
-    scores: Tensor  # (B,)
+    scores: Tensor  # (S,)
 
     def rows(self, index: Sequence[int]) -> Experience:
-        """These rows, no wider than the longest of them."""
-        width = int(self.lengths[index].max())
-        cut = {}
-        for item in fields(self):
-            tensor = getattr(self, item.name)[index]
-            cut[item.name] = (
-                tensor if tensor.dim() == 1 else tensor[:, : width - (item.name != "ids")]
-            )
-        return Experience(**cut)
+        """These sequences alone."""
+        places, cu_seqlens = select(self.cu_seqlens, index)
+        taken = {item.name: getattr(self, item.name)[places] for item in fields(self)[2:-1]}
+        return Experience(
+            ids=self.ids[places], cu_seqlens=cu_seqlens, scores=self.scores[index], **taken
+        )
 
 
 def make_experience(
@@ -58,32 +57,30 @@ def make_experience(
     """Values, reference log-probs, shaped rewards and advantages of rollouts.
 
     Args:
-        rollouts: `B` responses.
-        scores: `(B,)`.
+        rollouts: `S` responses.
+        scores: `(S,)`.
         reference: frozen policy.
         critic: its number at a token is the value of the state that ends there.
-        config: temperature, truncation, gamma, gae_lambda and micro_batch_tokens are read.
+        config: temperature, truncation, gamma, gae_lambda and max_tokens_per_micro_batch are read.
         kl_coef: weight of the KL in the rewards; 0 where it is in the loss.
     """
-    ids, lengths = rollouts.ids, rollouts.lengths
-    truncated = ~rollouts.terminated  # (B,)
-    mask = rollouts.mask & ~truncated[:, None] if config.truncation == "drop" else rollouts.mask
-
-    ref_logprobs = forward_all(
-        lambda ids: reference(ids, temperature=config.temperature),
-        ids,
-        lengths,
-        config.micro_batch_tokens,
-    )  # (B, T - 1)
-    states = forward_all(
-        critic, ids, lengths, config.micro_batch_tokens
-    )  # (B, T), after each token
-    values = states[:, :-1]  # place i: before ids[:, i + 1] is chosen
-    after = states.gather(1, lengths[:, None] - 1).squeeze(1)  # (B,) behind the last token
-    goes_on = truncated if config.truncation == "bootstrap" else torch.zeros_like(truncated)
+    ids, cu_seqlens = rollouts.ids, rollouts.cu_seqlens
+    mask, tokens = rollouts.mask, config.max_tokens_per_micro_batch
+    if config.truncation == "drop":
+        mask = mask & rollouts.terminated.repeat_interleave(rollouts.lengths)
+    ref = partial(reference, temperature=config.temperature)
+    ref_logprobs = forward_all(ref, tokens, cu_seqlens, ids, mask)
+    values = forward_all(critic, tokens, cu_seqlens, ids)
+    goes_on = ~rollouts.terminated & (config.truncation == "bootstrap")  # (S,)
+    after = values[cu_seqlens[1:] - 1]  # (S,) behind the last token
 
     rewards, kl = shaped_rewards(
-        scores, rollouts.logprobs, ref_logprobs, kl_coef=kl_coef, mask=mask
+        scores,
+        rollouts.logprobs,
+        ref_logprobs,
+        kl_coef=kl_coef,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
     )
     raw, returns = gae(
         rewards,
@@ -92,10 +89,11 @@ def make_experience(
         lam=config.gae_lambda,
         mask=mask,
         last_values=torch.where(goes_on, after, 0.0),
+        cu_seqlens=cu_seqlens,
     )
     return Experience(
         ids=ids,
-        lengths=lengths,
+        cu_seqlens=cu_seqlens,
         mask=mask,
         logprobs=rollouts.logprobs,
         ref_logprobs=ref_logprobs,

@@ -1,17 +1,13 @@
 """Policy, critic, reference and reward model, as modules that go from token ids to numbers.
 
 A wrapper (DDP, FSDP) goes around these two modules, so nothing outside reads a head's weight or
-calls a trunk. Rows are padded on the right: a causal model never looks there, so a forward pass
-needs no mask and padded rows cost only time. Only sampling knows another layout, and
-`KeyValueCache` keeps it.
-
-This is the one file that touches transformers' names for its cache.
+calls a trunk. Sequences are packed, one behind the other in one row: `ids` is `(total,)`, and
+`cu_seqlens` `(S + 1,)` says where each begins. What a token may see is attention.py's.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    DynamicCache,
     GPT2Config,
     LlamaConfig,
     PreTrainedConfig,
@@ -32,48 +27,14 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ppokern import Loss, linear_ppo_loss, linear_selected_logprobs
+from ppokern import Loss, linear_ppo_loss, linear_selected_logprobs, next_token_targets
 
+from .attention import KeyValueCache, Packed, use_packed
 from .config import Scratch, require
-from .data import micro_batches
+from .data import micro_batches, packed, select
 
 logging.set_verbosity_error()  # warnings: of fresh heads, of padding without a mask; both are meant
 logging.disable_progress_bar()
-
-
-class KeyValueCache:
-    """Keys and values of the rows that are still being sampled, and where each row stands.
-
-    Prompts of unequal length are padded on the left; then each row's real tokens are marked and its
-    positions counted.
-    """
-
-    def __init__(self, attended: Tensor) -> None:
-        """Takes where the prompts' tokens stand: `(B, P)` bool."""
-        self.past: Any = None
-        self.attended = None if bool(attended.all()) else attended
-
-    def inputs(self, ids: Tensor, config: PreTrainedConfig) -> dict[str, Any]:
-        """What the trunk is told besides ids: the past and, if a row is padded, positions."""
-        if self.past is None:
-            self.past = DynamicCache(config=config)
-        if self.attended is None:
-            return {"past": self.past}
-        new = self.past.get_seq_length() + ids.shape[1] - self.attended.shape[1]
-        self.attended = torch.nn.functional.pad(self.attended, (0, new), value=True)
-        positions = (self.attended.long().cumsum(-1) - 1).clamp(min=0)
-        positions = positions[:, -ids.shape[1] :]
-        return {
-            "past": self.past,
-            "attention_mask": self.attended.long(),
-            "position_ids": positions,
-        }
-
-    def keep(self, rows: Tensor) -> None:
-        """Leaves out all rows but these: `(b,)` indices."""
-        self.past.batch_select_indices(rows)
-        if self.attended is not None:
-            self.attended = self.attended[rows]
 
 
 class Policy(nn.Module):
@@ -82,9 +43,8 @@ class Policy(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         """Takes a model with a language head."""
         super().__init__()
+        use_packed(lm)
         self.lm = lm
-        names = inspect.signature(lm.base_model.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
 
     @property
     def context_tokens(self) -> int:
@@ -94,6 +54,7 @@ class Policy(nn.Module):
     def forward(
         self,
         ids: Tensor,
+        cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
         *,
         temperature: float = 1.0,
@@ -103,36 +64,37 @@ class Policy(nn.Module):
         """Log-probs of the tokens that follow, or a loss on them, or logits to sample from.
 
         Args:
-            ids: `(B, T)`, padded on the right; with a cache: the ids that are new to it.
-            mask: `(B, T - 1)` bool; position `i` stands for `ids[:, i + 1]`.
+            ids: `(total,)`; with a cache: the prompts that it was made for, then a token a row.
+            cu_seqlens: `(S + 1,)`; not needed with a cache.
+            mask: `(total,)` bool; place `i` stands for the token behind `ids[i]` in its sequence.
+                The last of each sequence has none and counts as masked.
             temperature: of log-probs and loss.
-            cache: asks for the logits behind the last token, `(B, V)`.
-            **ppo: tensors `(B, T - 1)` and options of `ppokern.linear_ppo_loss`: ask for that loss.
+            cache: asks for the logits behind the last token of each row, `(b, V)`.
+            **ppo: tensors `(total,)` and options of `ppokern.linear_ppo_loss`: ask for that loss.
 
         Returns:
-            `(B, T - 1)` log-probs in nats, 0 where masked; or a `Loss`; or `(B, V)` logits.
+            `(total,)` log-probs in nats, 0 where masked; or a `Loss`; or `(b, V)` logits.
         """
         head: Any = self.lm.get_output_embeddings()
         softcap = getattr(self.lm.config, "final_logit_softcapping", None)
         if cache is not None:
-            logits = head(self._hidden(ids, **cache.inputs(ids, self.lm.config))[:, -1])  # (B, V)
+            logits = head(cache.last(_hidden(self.lm, cache, ids)))  # (b, V)
             return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        hidden = self._hidden(ids)[:, :-1]  # (B, T - 1, H): hidden i says what ids i + 1 may be
+        assert cu_seqlens is not None
+        hidden = _hidden(self.lm, Packed(cu_seqlens), ids)  # (total, H)
+        targets, followed = next_token_targets(ids, cu_seqlens)
+        mask = followed if mask is None else mask & followed
         op = linear_ppo_loss if ppo else linear_selected_logprobs
         options = {"bias": head.bias, "mask": mask, "temperature": temperature, "softcap": softcap}
-        return op(hidden, head.weight, ids[:, 1:], **options, **ppo)
-
-    def _hidden(self, ids: Tensor, past: DynamicCache | None = None, **extra: Any) -> Tensor:
-        extra |= {"use_cache": past is not None, self._cache_name: past}
-        return self.lm.base_model(input_ids=ids, **extra).last_hidden_state  # (B, T, H)
+        return op(hidden, head.weight, targets, **options, **ppo)
 
     @torch.no_grad()
     def knows_its_head(self) -> bool:
         """Whether log-probs made here are those that transformers itself would make."""
-        ids = torch.arange(4, device=self.lm.device)[None]  # (1, 4)
-        logprobs = self.lm(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-        theirs = logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
-        return torch.allclose(self(ids), theirs, atol=1e-3)
+        ids, cu_seqlens = packed([[0, 1, 2, 3]], self.lm.device)
+        out = self.lm(**Packed(cu_seqlens).inputs(ids), use_cache=False)
+        theirs = out.logits[0, :-1].float().log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+        return torch.allclose(self(ids, cu_seqlens)[:-1], theirs, atol=1e-3)
 
 
 class Scorer(nn.Module):
@@ -144,6 +106,7 @@ class Scorer(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         """Takes a model for sequence classification with one label."""
         super().__init__()
+        use_packed(model)
         self.model = model
 
     @property
@@ -151,12 +114,17 @@ class Scorer(nn.Module):
         """Longest sequence that the model can read."""
         return self.model.config.max_position_embeddings
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """A number for each position, from the tokens up to it: `(B, T)` to `(B, T)`, float32."""
+    def forward(self, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """A number for each token, from those of its sequence up to it: `(total,)`, float32."""
         config, head = self.model.config, cast(nn.Module, self.model.score)
-        out = self.model.base_model(input_ids=ids, use_cache=False)
-        raw = head(out.last_hidden_state).squeeze(-1).float()  # (B, T, H) to (B, T)
-        return (raw - config.score_mean) / config.score_std
+        hidden = _hidden(self.model, Packed(cu_seqlens), ids)  # (total, H)
+        return (head(hidden).squeeze(-1).float() - config.score_mean) / config.score_std
+
+
+def _hidden(model: PreTrainedModel, layout: Packed | KeyValueCache, ids: Tensor) -> Tensor:
+    """What the trunk makes of the tokens of a pass, `(tokens, H)`."""
+    out = model.base_model(**layout.inputs(ids), use_cache=False)
+    return out.last_hidden_state.flatten(0, 1)
 
 
 def pick_device() -> torch.device:
@@ -165,28 +133,29 @@ def pick_device() -> torch.device:
 
 
 def forward_all(
-    module: Callable[[Tensor], Tensor], ids: Tensor, lengths: Tensor, micro_batch_tokens: int
+    module: Callable[..., Tensor],
+    max_tokens_per_micro_batch: int,
+    cu_seqlens: Tensor,
+    *tokens: Tensor,
 ) -> Tensor:
-    """Runs `module` without gradients over all rows, in groups alike in length.
+    """Runs `module` without gradients over all sequences, in micro-batches.
 
     Args:
-        module: `(b, t)` ids to `(b, t)` or `(b, t - 1)` numbers.
-        ids: `(B, T)`.
-        lengths: `(B,)`.
-        micro_batch_tokens: most tokens in a group.
+        module: takes packed ids, `cu_seqlens` and further tensors `(total,)`; gives `(total,)`.
+        max_tokens_per_micro_batch: most tokens in one pass.
+        cu_seqlens: `(S + 1,)`.
+        *tokens: the ids, and the further tensors.
 
     Returns:
-        `(B, T)` or `(B, T - 1)` float32, 0 beyond a group's longest row.
+        `(total,)` float32.
     """
-    out = torch.zeros(ids.shape, device=ids.device)
-    short = 0
+    out = torch.empty(len(tokens[0]), device=cu_seqlens.device)
     with torch.inference_mode():
-        for rows in micro_batches(lengths.tolist(), micro_batch_tokens):
-            width = int(lengths[rows].max())
-            result = module(ids[rows, :width])
-            short = width - result.shape[1]
-            out[rows, : result.shape[1]] = result
-    return out[:, : ids.shape[1] - short]
+        for rows in micro_batches(cu_seqlens.diff().tolist(), max_tokens_per_micro_batch):
+            places, ends = select(cu_seqlens, rows)
+            ids, *others = (x[places] for x in tokens)
+            out[places] = module(ids, ends, *others)
+    return out
 
 
 def scratch_config(
@@ -245,7 +214,7 @@ def dropout_of(module: nn.Module) -> list[str]:
 def new_policy(scratch: Scratch, tokenizer: PreTrainedTokenizerBase) -> Policy:
     """A policy with fresh weights."""
     config = without_dropout(scratch_config(scratch, tokenizer))
-    return Policy(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))
+    return Policy(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
@@ -297,7 +266,7 @@ def _load(auto: Any, folder: str, **options: Any) -> tuple[Any, list[str]]:
         local_files_only=True,
         use_safetensors=True,
         dtype=torch.float32,
-        attn_implementation="sdpa",
+        attn_implementation="eager",  # its own, which `use_packed` is held against
         output_loading_info=True,
     )
     return model.eval(), sorted(info["missing_keys"])
@@ -315,3 +284,9 @@ def parameter_count(config: PreTrainedConfig) -> int:
     """Parameters of a language model, without making it."""
     with torch.device("meta"):
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def parameter_names(config: PreTrainedConfig) -> list[str]:
+    """Their names."""
+    with torch.device("meta"):
+        return [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]

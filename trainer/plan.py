@@ -1,8 +1,9 @@
 """`--dry_run`: what a run would take, in batches and in memory. Nothing is trained or written.
 
-The memory is an estimate for float32: 16 bytes a parameter that is trained (itself, its gradient,
-two moments of Adam), 4 a frozen one, and 17 numbers of the model's width that each token leaves in
-each layer for the backward pass. The program itself and its texts come on top.
+The memory is an estimate for float32 on the CPU: 16 bytes a parameter that is trained (itself, its
+gradient, two moments of Adam), 4 a frozen one, what the tokens of a micro-batch leave for its
+backward pass, and somewhat more again for holes in the heap: no two micro-batches are alike.
+The program itself and its texts come on top.
 """
 
 from __future__ import annotations
@@ -15,9 +16,17 @@ from transformers import AutoConfig, PreTrainedConfig
 from .config import DemoConfig, PPOConfig, RewardConfig, SFTConfig
 from .data import read_prompts
 from .metrics import console
-from .models import load_tokenizer, parameter_count, require_model, scratch_config
+from .models import (
+    load_tokenizer,
+    parameter_count,
+    parameter_names,
+    require_model,
+    scratch_config,
+)
 
 LOGITS_BYTES = 2**28  # ppokern's ops hold no more at a time
+HOLES = 2.1  # of the heap; measured: 1.5 to 2.5 times what is in use at once
+MIB = 2**20
 Plan = dict[str, str]
 
 
@@ -54,10 +63,10 @@ def plan(
     return {
         "sequences a step": f"{rows:,}",
         "tokens a step": f"at most {rows * config.max_tokens:,}",
-        "micro-batches a step": _cuts(rows, config.max_tokens, config.micro_batch_tokens),
+        "micro-batches a step": _cuts(rows, config.max_tokens, config.max_tokens_per_micro_batch),
         "optimiser steps": f"{config.steps:,}",
         "parameters": f"{parameter_count(model):,}",
-        "memory": _bytes(16 * parameter_count(model) + _passing(model, config.micro_batch_tokens)),
+        "memory": f"about {memory(config, model, longest) / MIB:,.0f} MiB, and the program itself",
     }
 
 
@@ -65,35 +74,60 @@ def _ppo(config: PPOConfig, model: PreTrainedConfig, longest: int) -> Plan:
     episodes, new = config.episodes_per_update, config.max_new_tokens
     minibatch = ceil(episodes / config.minibatches)
     steps = config.ppo_epochs * config.minibatches
-    parameters = parameter_count(model)
-    frozen = 1 + sum(":" not in source for source in config.rewards)
-    cache = episodes * (longest + new) * model.num_hidden_layers * 2 * model.hidden_size * 4
-    passing = 2 * _passing(model, config.micro_batch_tokens)
     return {
         "prompts an update": f"{episodes // config.samples_per_prompt:,}, up to {longest} tokens",
         "episodes an update": f"{episodes:,}, {config.samples_per_prompt} to a prompt",
         "tokens an update": f"at most {episodes * (longest + new):,}, {episodes * new:,} new",
         "minibatches": f"{config.minibatches} of {minibatch} episodes",
-        "micro-batches a minibatch": _cuts(minibatch, longest + new, config.micro_batch_tokens),
+        "micro-batches a minibatch": _cuts(
+            minibatch, longest + new, config.max_tokens_per_micro_batch
+        ),
         "optimiser steps an update": f"{config.ppo_epochs} epochs x {config.minibatches} = {steps}",
         "optimiser steps": f"{steps * config.updates:,} in {config.updates:,} updates",
-        "parameters": f"{parameters:,}, in 2 trained and {frozen} frozen models",
-        "memory": _bytes((2 * 16 + frozen * 4) * parameters + cache + passing),
+        "parameters": f"{parameter_count(model):,}, in 2 trained, {_frozen(config)} frozen models",
+        "memory": f"about {memory(config, model, longest) / MIB:,.0f} MiB, and the program itself",
     }
 
 
-def _cuts(rows: int, tokens: int, micro_batch_tokens: int) -> str:
-    return f"at most {ceil(rows / max(micro_batch_tokens // tokens, 1)):,}"
+def _frozen(config: PPOConfig) -> int:
+    return 1 + sum(":" not in source for source in config.rewards)
 
 
-def _passing(model: PreTrainedConfig, tokens: int) -> int:
-    """Bytes that a forward pass leaves for its backward pass."""
-    activations = tokens * model.num_hidden_layers * model.hidden_size * 17 * 4
-    return activations + min(LOGITS_BYTES, tokens * model.vocab_size * 4)
+def _cuts(rows: int, tokens: int, most: int) -> str:
+    return f"at most {ceil(rows / max(most // tokens, 1)):,}"
 
 
-def _bytes(count: int) -> str:
-    return f"about {count / 2**20:,.0f} MiB, and the program itself"
+def memory(
+    config: SFTConfig | RewardConfig | PPOConfig, model: PreTrainedConfig, longest: int
+) -> int:
+    """Bytes that a stage takes at most, the program itself apart."""
+    if isinstance(config, PPOConfig):
+        rows = ceil(config.episodes_per_update / config.minibatches)
+        longest += config.max_new_tokens
+        cache = config.episodes_per_update * longest * model.num_hidden_layers * model.hidden_size
+        models = 2 * 16 + 4 * _frozen(config)  # bytes a parameter
+    else:
+        rows = config.sequences_per_step if isinstance(config, SFTConfig) else config.pairs_per_step
+        longest = config.max_tokens * (1 if isinstance(config, SFTConfig) else 2)
+        cache, models = 0, 16
+    fitting = max(config.max_tokens_per_micro_batch // longest, 1)  # rows in a micro-batch
+    tokens = ceil(rows / ceil(rows / fitting)) * longest  # micro-batches are equally full
+    vocabulary = 0 if isinstance(config, RewardConfig) else model.vocab_size
+    logits = min(LOGITS_BYTES, tokens * vocabulary * 4)
+    passing = tokens * activations(model) * 4 + logits
+    return models * parameter_count(model) + max(2 * 4 * cache, round(HOLES * passing))
+
+
+def activations(model: PreTrainedConfig) -> int:
+    """Numbers that a token leaves in all layers for the backward pass.
+
+    In a layer nine of the model's width (norms, queries, keys, values, attention, residuals) and
+    two of the MLP's; with a gate, and the norms that go with it, twelve and four.
+    """
+    inner = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+    gated = any("gate_proj" in name for name in parameter_names(model))
+    outer, of_inner = (12, 4) if gated else (9, 2)
+    return model.num_hidden_layers * (outer * model.hidden_size + of_inner * inner)
 
 
 def table(title: str, plan: Plan) -> None:

@@ -33,7 +33,7 @@ from ppokern import kl_estimate, ppo_value_loss
 from .check import check_frozen, check_paths, check_start, check_sums
 from .checkpoint import Checkpoints, save_model, write_json
 from .config import CheckFailed, PPOConfig
-from .data import micro_batches, read_prompts, shuffled, stop_ids
+from .data import micro_batches, read_prompts, shuffled, stop_ids, sums
 from .experience import Experience, make_experience
 from .metrics import Metrics, RunLog, distinct, repeated
 from .models import (
@@ -162,7 +162,7 @@ def run(
                     generator=chance,
                 )
             with metrics.timed("time/experience"):
-                scores, parts = score(models.rewards, rollouts, config.missing_eos_penalty)  # (B,)
+                scores, parts = score(models.rewards, rollouts, config.missing_eos_penalty)  # (S,)
                 experience = make_experience(
                     rollouts, scores, models.reference, models.critic, config, kl_in_reward
                 )
@@ -205,7 +205,7 @@ def load(config: PPOConfig, device: torch.device) -> Models:
         load_policy(config.model).to(device),
         critic.to(device),
         load_policy(config.model).requires_grad_(False).to(device),
-        load_rewards(config.rewards, tokenizer, device, config.micro_batch_tokens),
+        load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch),
     )
 
 
@@ -255,7 +255,7 @@ def minibatches(
 ) -> Iterator[Experience]:
     """Each pass over the experience in an order of its own."""
     for _ in range(config.ppo_epochs):
-        order = torch.randperm(len(experience.ids), generator=shuffle)
+        order = torch.randperm(len(experience.scores), generator=shuffle)
         for rows in order.tensor_split(config.minibatches):
             yield experience.rows(rows.tolist())
 
@@ -270,10 +270,12 @@ def backward(
     """
     tokens = minibatch.mask.sum().clamp(min=1)
     moved = torch.zeros((), device=tokens.device)
-    for rows in micro_batches(minibatch.lengths.tolist(), config.micro_batch_tokens):
+    lengths = minibatch.cu_seqlens.diff().tolist()
+    for rows in micro_batches(lengths, config.max_tokens_per_micro_batch):
         batch = minibatch.rows(rows)
         policy = models.policy(
             batch.ids,
+            batch.cu_seqlens,
             batch.mask,
             temperature=config.temperature,
             old_logprobs=batch.logprobs,
@@ -285,16 +287,16 @@ def backward(
             kl_coef=kl_coef,
             denominator=tokens,
         )
-        values = models.critic(batch.ids)[:, :-1]  # (b, t - 1): before ids[:, i + 1] is chosen
+        policy.loss.backward()  # before the critic's pass: its activations take the same room
         value = ppo_value_loss(
-            values,
+            models.critic(batch.ids, batch.cu_seqlens),
             batch.values,
             batch.returns,
             mask=batch.mask,
             clip_range=config.value_clip_range,
             denominator=tokens,
         )
-        (policy.loss + value.loss).backward()
+        value.loss.backward()
 
         count = batch.mask.sum()
         for name, stat in POLICY_STATS.items():
@@ -334,9 +336,9 @@ def observe(
     kl_in_reward: float,
 ) -> None:
     """What there is to say of an update's episodes, in the names that TRL's users know."""
-    mask = experience.mask
-    kept = mask.any(1)  # (B,) those that learn
-    scores, kl = experience.scores[kept], experience.kl.sum(1)[kept]
+    mask, ends = experience.mask, experience.cu_seqlens
+    kept = sums(mask, ends) > 0  # (S,) those that learn
+    scores, kl = experience.scores[kept], sums(experience.kl, ends)[kept]
     metrics.add("objective/scores", scores)
     for name, part in parts.items():
         metrics.add(f"objective/scores/{name}", part[kept])
@@ -344,8 +346,10 @@ def observe(
     metrics.add("objective/kl", kl)
     metrics.add("objective/kl_per_token", experience.kl, mask)
     k3 = kl_estimate(rollouts.logprobs, experience.ref_logprobs, "k3", mask)
-    metrics.add("objective/kl_k3", k3.sum(1)[kept])
-    sampled = -rollouts.logprobs.sum(1)[kept]  # (B',) nats: a proxy; policy/entropy_avg is exact
+    metrics.add("objective/kl_k3", sums(k3, ends)[kept])
+    sampled = -sums(rollouts.logprobs, ends)[
+        kept
+    ]  # (S',) nats: a proxy; policy/entropy_avg is exact
     metrics.add("objective/entropy", sampled)
     metrics.add("objective/non_score_reward", -kl_in_reward * kl)
     metrics.add("objective/rlhf_reward", scores - kl_in_reward * kl)
@@ -355,7 +359,7 @@ def observe(
     metrics.add("kl_coef", kl_coef)
 
     responses = rollouts.responses()
-    lengths = rollouts.mask.sum(1)  # (B,)
+    lengths = sums(rollouts.mask, ends)  # (S,)
     metrics.add("response/length", lengths)
     metrics.add("response/truncated", ~rollouts.terminated)
     metrics.add("val/num_eos_tokens", rollouts.terminated.sum())
@@ -394,9 +398,7 @@ def line(row: dict[str, float]) -> str:
 
 def samples(tokenizer: PreTrainedTokenizerBase, rollouts: Rollouts, experience: Experience) -> str:
     """Three responses of an update, each with its score and KL."""
-    texts = tokenizer.batch_decode(
-        [p.ids + r for p, r in zip(rollouts.prompts[:3], rollouts.responses(), strict=False)],
-        skip_special_tokens=True,
-    )
-    numbers = zip(experience.scores.tolist(), experience.kl.sum(1).tolist(), texts, strict=False)
+    texts = tokenizer.batch_decode(rollouts.sequences()[:3], skip_special_tokens=True)
+    kls = sums(experience.kl, experience.cu_seqlens).tolist()
+    numbers = zip(experience.scores.tolist(), kls, texts, strict=False)
     return "\n".join(f"  [score {score:+.2f}, KL {kl:.1f}] {text}" for score, kl, text in numbers)

@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 
 from .checkpoint import Checkpoints, save_model, write_json
 from .config import RewardConfig, require
-from .data import Pair, length_batches, micro_batches, pad, read_pairs
+from .data import Pair, length_batches, micro_batches, packed, read_pairs
 from .metrics import Metrics, RunLog
 from .models import Scorer, load_tokenizer, new_scorer, pick_device
 from .optimise import adamw, clipped_step, schedule
@@ -55,9 +55,8 @@ def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> 
             schedule(optimizer, config, step)
             metrics = Metrics()
             batch = [train[row] for row in rows]
-            for part in micro_batches(
-                [2 * max(map(len, pair)) for pair in batch], config.micro_batch_tokens
-            ):
+            tokens = [sum(map(len, pair)) for pair in batch]
+            for part in micro_batches(tokens, config.max_tokens_per_micro_batch):
                 margins = _margins(scorer, [batch[row] for row in part], device)  # (b,)
                 losses = -logsigmoid(margins)
                 (losses.sum() / len(batch)).backward()
@@ -70,7 +69,7 @@ def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> 
             log.write(step, metrics.means(), line)
             checkpoints.after(step, log)
 
-        result = _measure(scorer, heldout, config.micro_batch_tokens, device)
+        result = _measure(scorer, heldout, config.max_tokens_per_micro_batch, device)
         log.print(f"reward: right on {result['accuracy']:.1%} of {len(heldout)} held-out pairs")
     record = {
         "score_mean": result["score_mean"],
@@ -93,18 +92,20 @@ def _margins(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> Ten
 
 def _scores(scorer: Scorer, texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """The number at the end token of each text, `(b,)`."""
-    ends = torch.tensor([[len(ids) - 1] for ids in texts], device=device)  # (b, 1)
-    return scorer(pad(texts, fill=0, device=device)).gather(1, ends).squeeze(1)
+    order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
+    ids, cu_seqlens = packed([texts[row] for row in order], device)
+    places = torch.tensor(order, device=device).argsort()
+    return scorer(ids, cu_seqlens)[cu_seqlens[1:] - 1][places]
 
 
 @torch.inference_mode()
 def _measure(
-    scorer: Scorer, pairs: Sequence[Pair], micro_batch_tokens: int, device: torch.device
+    scorer: Scorer, pairs: Sequence[Pair], max_tokens_per_micro_batch: int, device: torch.device
 ) -> dict[str, float]:
     """Accuracy on pairs, and mean and standard deviation of the scores of their texts."""
     texts = [ids for pair in pairs for ids in pair]
     scores = torch.empty(len(texts), device=device)
-    for rows in micro_batches([len(ids) for ids in texts], micro_batch_tokens):
+    for rows in micro_batches([len(ids) for ids in texts], max_tokens_per_micro_batch):
         scores[rows] = _scores(scorer, [texts[row] for row in rows], device)
     chosen, rejected = scores.view(-1, 2).unbind(1)
     return {

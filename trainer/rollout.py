@@ -1,7 +1,8 @@
 """Sampling: token ids in, token ids out; each token's log-prob is taken as it is chosen.
 
-A row that has finished leaves the batch and its cache, so the work shrinks with the rows that are
-left.
+A prompt that is asked for several times is read once. A row that has finished leaves the batch and
+its cache as soon as a quarter has, so the work shrinks with the rows that are left. Chance is drawn
+for each row and step, so what a row samples does not depend on when others leave.
 """
 
 from __future__ import annotations
@@ -12,27 +13,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppokern import selected_logprobs
+from ppokern import next_token_targets, position_ids, selected_logprobs
 
-from .data import Prompt, pad
-from .models import KeyValueCache, Policy
+from .attention import KeyValueCache
+from .data import Prompt, packed
+from .models import Policy
 
 
 @dataclass
 class Rollouts:
-    """Prompts with their responses; a transition `i` is the choice of `ids[:, i + 1]`."""
+    """Prompts with their responses, packed; transition `i` is the choice of the token behind it."""
 
     prompts: list[Prompt]
-    ids: Tensor  # (B, T) prompt, response, padding
-    mask: Tensor  # (B, T - 1) bool, True where a transition is the policy's
-    logprobs: Tensor  # (B, T - 1) of the chosen tokens at sampling, nats
-    lengths: Tensor  # (B,) tokens of prompt and response
-    terminated: Tensor  # (B,) bool: ended with a stop token; else truncated for length
+    ids: Tensor  # (total,) prompt and response, one sequence behind the other
+    cu_seqlens: Tensor  # (S + 1,) where each begins and the last ends
+    mask: Tensor  # (total,) bool, True where the next token is the policy's choice
+    logprobs: Tensor  # (total,) of that token at sampling, nats
+    terminated: Tensor  # (S,) bool: ended with a stop token; else truncated for length
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of prompt and response, `(S,)`."""
+        return self.cu_seqlens.diff().long()
+
+    def sequences(self) -> list[list[int]]:
+        """The ids of each prompt with its response."""
+        return [ids.tolist() for ids in self.ids.split(self.lengths.tolist())]
 
     def responses(self) -> list[list[int]]:
         """The ids of each response, its stop token included."""
-        rows = zip(self.ids.tolist(), self.prompts, self.lengths.tolist(), strict=True)
-        return [ids[len(prompt.ids) : length] for ids, prompt, length in rows]
+        rows = zip(self.sequences(), self.prompts, strict=True)
+        return [ids[len(prompt.ids) :] for ids, prompt in rows]
 
 
 def generate(
@@ -57,27 +68,20 @@ def generate(
     Returns:
         The rollouts, on the generator's device.
     """
-    chosen, logprobs = _sample(policy, prompts, stop, max_new_tokens, temperature, generator)
-    rows = [prompt.ids + response for prompt, response in zip(prompts, chosen, strict=True)]
-    starts = torch.tensor([len(prompt.ids) for prompt in prompts])[:, None]  # (B, 1)
-    lengths = torch.tensor([len(row) for row in rows])  # (B,)
-    ids = pad(rows, fill=stop[0])  # (B, T)
-    target = torch.arange(1, ids.shape[1])[
-        None
-    ]  # (1, T - 1): place of the token that a transition chooses
-    mask = (target >= starts) & (target < lengths[:, None])
-    placed = torch.zeros(mask.shape)
-    placed[mask] = torch.tensor([logprob for row in logprobs for logprob in row])
-    terminated = torch.tensor([row[-1] in stop for row in chosen])
-    place = generator.device
-    return Rollouts(
-        list(prompts),
-        ids.to(place),
-        mask.to(place),
-        placed.to(place),
-        lengths.to(place),
-        terminated.to(place),
+    tokens, logprobs, counts = _sample(
+        policy, prompts, stop, max_new_tokens, temperature, generator
     )
+    chosen = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
+    rows = [prompt.ids + response for prompt, response in zip(prompts, chosen, strict=True)]
+    ids, cu_seqlens = packed(rows, generator.device)
+    starts = torch.tensor([len(prompt.ids) for prompt in prompts], device=ids.device)
+    starts = starts.repeat_interleave(starts + counts)  # (total,)
+    mask = next_token_targets(ids, cu_seqlens)[1] & (position_ids(cu_seqlens) >= starts - 1)
+    answered = torch.arange(max_new_tokens, device=ids.device) < counts[:, None]  # (S, N)
+    placed = torch.zeros(len(ids), device=ids.device)
+    placed[mask] = logprobs[answered]
+    terminated = torch.tensor([row[-1] in stop for row in chosen], device=ids.device)
+    return Rollouts(list(prompts), ids, cu_seqlens, mask, placed, terminated)
 
 
 @torch.inference_mode()
@@ -88,37 +92,48 @@ def _sample(
     max_new_tokens: int,
     temperature: float,
     generator: torch.Generator,
-) -> tuple[list[list[int]], list[list[float]]]:
-    """The response of each prompt and the log-probs of its tokens."""
-    device = generator.device
-    width = max(len(prompt.ids) for prompt in prompts)
-    padding = [width - len(prompt.ids) for prompt in prompts]
-    ids = [[stop[0]] * n + prompt.ids for n, prompt in zip(padding, prompts, strict=True)]
-    ids = torch.tensor(ids, device=device)  # (B, P), padded on the left: all rows end together
-    attended = torch.arange(width, device=device) >= torch.tensor(padding, device=device)[:, None]
-    cache = KeyValueCache(attended)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens of each response and their log-probs, `(S, max_new_tokens)`, and how many, `(S,)`."""
+    device, count = generator.device, len(prompts)
+    places: dict[tuple[int, ...], int] = {}  # of each prompt among those that differ
+    asked = [places.setdefault(tuple(prompt.ids), len(places)) for prompt in prompts]
+    ids, cu_seqlens = packed(list(places), device)
+    cache = KeyValueCache(cu_seqlens, torch.tensor(asked, device=device), max_new_tokens)
     ends = torch.tensor(stop, device=device)
-    rows = torch.arange(
-        len(prompts), device=device
-    )  # (b,) the prompts that are still being answered
-    steps = []
-    for _ in range(max_new_tokens):
+
+    tokens = torch.zeros(count, max_new_tokens, dtype=torch.long, device=device)
+    logprobs = torch.zeros(count, max_new_tokens, device=device)
+    counts = torch.full((count,), max_new_tokens, device=device)
+    rows = torch.arange(count, device=device)  # (b,) whose cache is still kept
+    going_on = torch.ones(count, dtype=torch.bool, device=device)  # (b,)
+    for step in range(max_new_tokens):
         logits = policy(ids, cache=cache)  # (b, V)
-        chances = torch.softmax(logits.float() / temperature, dim=-1)
-        token = torch.multinomial(chances, 1, generator=generator).squeeze(1)  # (b,)
-        logprob = selected_logprobs(logits, token, temperature=temperature)  # (b,) nats
-        steps.append((rows, token, logprob))
-        going_on = (~torch.isin(token, ends)).nonzero().squeeze(1)  # (b',)
-        if len(going_on) == 0:
+        chance = torch.rand(count, dtype=torch.float64, device=device, generator=generator)[rows]
+        token = choose(logits, temperature, chance)  # (b,)
+        tokens[rows, step] = token
+        logprobs[rows, step] = selected_logprobs(logits, token, temperature=temperature)  # nats
+        ended = going_on & torch.isin(token, ends)
+        counts[rows[ended]] = step + 1
+        going_on = going_on & ~ended
+        left = int(going_on.sum())
+        if left == 0:
             break
-        if len(going_on) < len(rows):
-            cache.keep(going_on)
-            rows, token = rows[going_on], token[going_on]
-        ids = token[:, None]  # (b', 1)
-    chosen: list[list[int]] = [[] for _ in prompts]
-    logprobs: list[list[float]] = [[] for _ in prompts]
-    for step in steps:
-        for row, token, logprob in zip(*(tensor.tolist() for tensor in step), strict=True):
-            chosen[row].append(token)
-            logprobs[row].append(logprob)
-    return chosen, logprobs
+        if left <= 0.75 * len(rows):
+            stay = going_on.nonzero().squeeze(1)
+            cache.keep(stay)
+            rows, token, going_on = rows[stay], token[stay], going_on[stay]
+        ids = token
+    return tokens, logprobs, counts
+
+
+def choose(logits: Tensor, temperature: float, chance: Tensor) -> Tensor:
+    """The token at which the running sum of the probabilities passes `chance`, in [0, 1).
+
+    Args:
+        logits: `(b, V)`.
+        temperature: divides them.
+        chance: `(b,)` float64, uniform. The sum is float64 too: rare tokens keep their share.
+    """
+    sums = torch.softmax(logits.float() / temperature, -1).cumsum(-1, dtype=torch.float64)
+    token = torch.searchsorted(sums, chance[:, None] * sums[:, -1:], right=True).squeeze(1)
+    return token.clamp(max=logits.shape[1] - 1)

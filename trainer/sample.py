@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .checkpoint import read_config
 from .config import PPOConfig, UserError, require
-from .data import Encoder, Prompt, stop_ids
+from .data import Encoder, Prompt, stop_ids, sums
 from .metrics import console
 from .models import Policy, forward_all, load_policy, load_tokenizer, pick_device
 from .rollout import generate
@@ -53,21 +54,18 @@ def respond(
         temperature=config.temperature,
         generator=torch.Generator(device).manual_seed(config.seed),
     )
-    ref_logprobs = forward_all(
-        lambda ids: reference(ids, temperature=config.temperature),
-        rollouts.ids,
-        rollouts.lengths,
-        config.micro_batch_tokens,
-    ).where(rollouts.mask, 0.0)  # (B, T - 1)
-    scores, _ = score(rewards, rollouts, config.missing_eos_penalty)  # (B,)
-    kl = (rollouts.logprobs - ref_logprobs).sum(1)  # (B,)
+    ref = partial(reference, temperature=config.temperature)
+    tokens, ends = config.max_tokens_per_micro_batch, rollouts.cu_seqlens
+    ref_logprobs = forward_all(ref, tokens, ends, rollouts.ids, rollouts.mask)  # (total,)
+    scores, _ = score(rewards, rollouts, config.missing_eos_penalty)  # (S,)
+    kl = sums(rollouts.logprobs - ref_logprobs, ends)  # (S,)
     responses = rollouts.responses()
     columns = {
         "prompt": tokenizer.batch_decode([p.ids for p in prompts], skip_special_tokens=True),
         "text": tokenizer.batch_decode(responses, skip_special_tokens=True),
         "score": scores.tolist(),
         "kl": kl.tolist(),
-        "ref_logprob": ref_logprobs.sum(1).tolist(),
+        "ref_logprob": sums(ref_logprobs, ends).tolist(),
         "ids": responses,
     }
     rows = zip(*columns.values(), strict=True)
@@ -103,7 +101,7 @@ def run(run_dir: str, prompt: str) -> None:
     tokenizer, device = load_tokenizer(f"{run_dir}/policy"), pick_device()
     policy = load_policy(f"{run_dir}/policy").to(device)
     reference = load_policy(config.model).to(device)
-    rewards = load_rewards(config.rewards, tokenizer, device, config.micro_batch_tokens)
+    rewards = load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch)
     asked = [Prompt(Encoder(tokenizer, [{"prompt": prompt}], "prompt").start(prompt), prompt)]
     room, tokens = config.longest_prompt(policy.context_tokens), len(asked[0].ids)
     require(tokens <= room, f"the prompt has {tokens} tokens, there is room for {room}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .config import UserError, require
-from .data import end_token, pad
+from .data import end_token, packed
 from .models import Scorer, forward_all, load_scorer, load_tokenizer
 from .rollout import Rollouts
 
@@ -30,26 +30,24 @@ class RewardPart:
 
     name: str
     weight: float
-    score: Callable[[Rollouts], Tensor]  # (B,) float32
+    score: Callable[[Rollouts], Tensor]  # (S,) float32
     model: Scorer | None = None
 
 
 def score(
     parts: Sequence[RewardPart], rollouts: Rollouts, missing_eos_penalty: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The score of each response, `(B,)`, and each part of it before its weight."""
+    """The score of each response, `(S,)`, and each part of it before its weight."""
     each = {part.name: part.score(rollouts) for part in parts}
-    total = sum(
-        (part.weight * each[part.name] for part in parts), torch.zeros_like(rollouts.logprobs[:, 0])
-    )
-    return total - missing_eos_penalty * (~rollouts.terminated).float(), each
+    total = -missing_eos_penalty * (~rollouts.terminated).float()
+    return sum((part.weight * each[part.name] for part in parts), total), each
 
 
 def load_rewards(
     weights: Mapping[str, float],
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-    micro_batch_tokens: int,
+    max_tokens_per_micro_batch: int,
 ) -> list[RewardPart]:
     """The parts of the score.
 
@@ -57,7 +55,7 @@ def load_rewards(
         weights: of reward models' folders, `FILE.py:name` or `module:name`.
         tokenizer: the policy's; a reward model must have the same.
         device: for reward models.
-        micro_batch_tokens: most tokens in one forward pass.
+        max_tokens_per_micro_batch: most tokens in one forward pass.
     """
     parts = []
     for source, weight in weights.items():
@@ -69,30 +67,22 @@ def load_rewards(
             model = load_scorer(source).requires_grad_(False).to(device)
             same = load_tokenizer(source).get_vocab() == tokenizer.get_vocab()
             require(same, f"the reward model in {source} has another vocabulary than the policy")
-            rule = _from_model(model, end_token(tokenizer), micro_batch_tokens)
+            rule = _from_model(model, end_token(tokenizer), max_tokens_per_micro_batch)
             parts.append(RewardPart(Path(source).name, weight, rule, model))
     names = [part.name for part in parts]
     require(len(set(names)) == len(names), f"two rewards have one name: {', '.join(names)}")
     return parts
 
 
-def _from_model(scorer: Scorer, eos: int, micro_batch_tokens: int) -> Callable[[Rollouts], Tensor]:
+def _from_model(
+    scorer: Scorer, eos: int, max_tokens_per_micro_batch: int
+) -> Callable[[Rollouts], Tensor]:
     def part(rollouts: Rollouts) -> Tensor:
         """The score at the last token; a truncated text gets the end that training had."""
-        rows = zip(
-            rollouts.ids.tolist(),
-            rollouts.lengths.tolist(),
-            rollouts.terminated.tolist(),
-            strict=True,
-        )
-        whole = [ids[:length] + ([] if ended else [eos]) for ids, length, ended in rows]
-        lengths = torch.tensor([len(row) for row in whole], device=rollouts.ids.device)
-        ids = pad(whole, fill=eos, device=rollouts.ids.device)
-        return (
-            forward_all(scorer, ids, lengths, micro_batch_tokens)
-            .gather(1, lengths[:, None] - 1)
-            .squeeze(1)
-        )
+        rows = zip(rollouts.sequences(), rollouts.terminated.tolist(), strict=True)
+        whole = [ids if ended else [*ids, eos] for ids, ended in rows]
+        ids, cu_seqlens = packed(whole, rollouts.ids.device)
+        return forward_all(scorer, max_tokens_per_micro_batch, cu_seqlens, ids)[cu_seqlens[1:] - 1]
 
     return part
 

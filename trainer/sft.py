@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ppokern import next_token_targets, position_ids
+
 from .checkpoint import Checkpoints, save_model, write_json
 from .config import SFTConfig, require
 from .data import (
     Example,
     length_batches,
     micro_batches,
-    pad,
+    packed,
     read_examples,
     read_rows,
     train_tokenizer,
@@ -31,7 +33,7 @@ from .metrics import Metrics, RunLog
 from .models import Policy, load_policy, load_tokenizer, new_policy, pick_device
 from .optimise import adamw, clipped_step, schedule
 
-Batch = tuple[Tensor, Tensor]  # ids (b, t); mask (b, t - 1) of the tokens to learn
+Batch = tuple[Tensor, Tensor, Tensor]  # ids, cu_seqlens, mask of the tokens before those to learn
 
 
 def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dict[str, float]:
@@ -57,8 +59,9 @@ def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dic
             schedule(optimizer, config, step)
             metrics = Metrics()
             tokens = sum(len(train[row].ids) - train[row].start for row in rows)
-            for ids, mask in _cut([train[row] for row in rows], config.micro_batch_tokens, device):
-                total = -policy(ids, mask).sum()  # nats
+            batch = [train[row] for row in rows]
+            for ids, cu_seqlens, mask in _cut(batch, config.max_tokens_per_micro_batch, device):
+                total = -policy(ids, cu_seqlens, mask).sum()  # nats
                 (total / tokens).backward()
                 metrics.add_sum("loss", total.detach(), mask.sum())
             (norm,), stepped = clipped_step([(policy, optimizer)], config.max_grad_norm)
@@ -67,7 +70,7 @@ def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dic
             log.write(step, metrics.means(), f"loss {metrics.mean('loss'):.2f} nats a token")
             checkpoints.after(step, log)
 
-        result = {"loss": _loss(policy, heldout, config.micro_batch_tokens, device)}
+        result = {"loss": _loss(policy, heldout, config.max_tokens_per_micro_batch, device)}
         log.print(f"sft: held-out loss {result['loss']:.3f} nats a token")
     save_model(run_dir / "model", policy.lm, tokenizer)
     write_json(run_dir / "summary.json", result)
@@ -92,21 +95,21 @@ def _start(config: SFTConfig) -> tuple[PreTrainedTokenizerBase, Policy]:
 
 
 def _cut(
-    batch: Sequence[Example], micro_batch_tokens: int, device: torch.device
+    batch: Sequence[Example], max_tokens_per_micro_batch: int, device: torch.device
 ) -> Iterator[Batch]:
-    for rows in micro_batches([len(x.ids) for x in batch], micro_batch_tokens):
-        ids = pad([batch[row].ids for row in rows], fill=0, device=device)  # (b, t)
-        target = torch.arange(1, ids.shape[1], device=device)
-        starts = torch.tensor([[batch[row].start] for row in rows], device=device)  # (b, 1)
-        ends = torch.tensor([[len(batch[row].ids)] for row in rows], device=device)
-        yield ids, (target >= starts) & (target < ends)
+    for rows in micro_batches([len(x.ids) for x in batch], max_tokens_per_micro_batch):
+        ids, cu_seqlens = packed([batch[row].ids for row in rows], device)
+        starts = torch.tensor([batch[row].start for row in rows], device=device)  # (s,)
+        starts = starts.repeat_interleave(cu_seqlens.diff())
+        followed = next_token_targets(ids, cu_seqlens)[1]
+        yield ids, cu_seqlens, followed & (position_ids(cu_seqlens) >= starts - 1)
 
 
 @torch.inference_mode()
 def _loss(
-    policy: Policy, examples: list[Example], micro_batch_tokens: int, device: torch.device
+    policy: Policy, examples: list[Example], max_tokens_per_micro_batch: int, device: torch.device
 ) -> float:
     metrics = Metrics()
-    for ids, mask in _cut(examples, micro_batch_tokens, device):
-        metrics.add("loss", -policy(ids, mask), mask)
+    for ids, cu_seqlens, mask in _cut(examples, max_tokens_per_micro_batch, device):
+        metrics.add("loss", -policy(ids, cu_seqlens, mask), mask)
     return metrics.mean("loss")

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import check, ppo
+from trainer import check, models, ppo
+from trainer.attention import Packed
 from trainer.config import CheckFailed, PPOConfig
 from trainer.data import Prompt
 from trainer.metrics import Metrics
@@ -43,17 +44,15 @@ def test_T5_dropout_is_named(policy: Policy) -> None:
     fails(policy, rollouts, "dropout is on")
 
 
-def test_T4_padding_is_named(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_T4_packing_is_named(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts = rolled(policy)
-    inner = Policy._hidden
-    width = rollouts.ids.shape[1]
+    inner = models._hidden
 
-    def leaking(self: Policy, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        hidden = inner(self, ids, *args, **kwargs)
-        return hidden + 0.1 * (ids.shape[0] > 1) * (ids.shape[1] <= width)
+    def leaking(model: Any, layout: Packed, ids: torch.Tensor) -> torch.Tensor:
+        return inner(model, layout, ids) + 0.1 * (len(layout.cu_seqlens) > 2)
 
-    monkeypatch.setattr(Policy, "_hidden", leaking)
-    fails(policy, rollouts, "padding")
+    monkeypatch.setattr(models, "_hidden", leaking)
+    fails(policy, rollouts, "packing")
 
 
 def test_precision_is_named(policy: Policy) -> None:
@@ -71,7 +70,7 @@ def test_weights_out_of_step_are_named(policy: Policy) -> None:
 
 def test_nan_is_a_failure(policy: Policy) -> None:
     rollouts = rolled(policy)
-    rollouts.logprobs[0, 4] = torch.nan
+    rollouts.logprobs[rollouts.mask.nonzero()[0]] = torch.nan
     fails(policy, rollouts, "weights out of step")
 
 
@@ -99,7 +98,7 @@ def test_nothing_trained_may_be_frozen_too(ppo_config: PPOConfig) -> None:
 
 def test_a_mask_that_does_not_add_up(policy: Policy) -> None:
     rollouts = rolled(policy)
-    rollouts.mask[0] = False
+    rollouts.mask[:9] = False
     with pytest.raises(CheckFailed, match="one place for each response token"):
         check.check_sums(rollouts, None, 0.1)  # type: ignore[arg-type]
 

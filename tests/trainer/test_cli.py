@@ -128,7 +128,7 @@ def test_dry_run_trains_nothing(
     argv = {
         "sft": [f"--run_dir={tmp_path}/x", *data, "--max_tokens=32"],
         "reward": [f"--run_dir={tmp_path}/x", f"--model={trained['model']}", *data],
-        "ppo": [*flags, "--ppo_epochs=3", "--minibatches=2", "--micro_batch_tokens=40"],
+        "ppo": [*flags, "--ppo_epochs=3", "--minibatches=2", "--max_tokens_per_micro_batch=40"],
     }[command]
     assert cli.main([command, *argv, "--dry_run"]) == 0
     printed = " ".join(capsys.readouterr().out.split())

@@ -91,7 +91,7 @@ def test_T12_kl_targets_that_lead_nowhere(change: dict[str, Any], sentence: str)
 Change = tuple[dict[str, Any], dict[str, Any]]
 COMMON: dict[str, Change] = {
     "seed": ({}, {"seed": 1}),
-    "micro_batch_tokens": ({}, {"micro_batch_tokens": 20}),
+    "max_tokens_per_micro_batch": ({}, {"max_tokens_per_micro_batch": 20}),
     "max_grad_norm": ({}, {"max_grad_norm": 1e-3}),
     "tensorboard": ({}, {"tensorboard": True}),
     "keep_last_checkpoints": (

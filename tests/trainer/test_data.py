@@ -1,4 +1,6 @@
+import itertools
 import json
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +14,15 @@ from trainer.data import (
     Encoder,
     length_batches,
     micro_batches,
+    packed,
     read_examples,
     read_pairs,
     read_prompts,
     read_rows,
+    select,
     shuffled,
     stop_ids,
+    sums,
     write_rows,
 )
 
@@ -207,12 +212,41 @@ def test_length_batches_are_alike_in_length() -> None:
     assert firsts != sorted(firsts)
 
 
-def test_micro_batches_hold_their_tokens_with_padding() -> None:
-    lengths = [5, 1, 9, 3, 3, 20]
-    batches = micro_batches(lengths, max_tokens=10)
-    assert sorted(row for batch in batches for row in batch) == list(range(6))
-    for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= 10
+@pytest.mark.parametrize(
+    ("lengths", "batches"),
+    [
+        ([5, 1, 9, 3, 3, 20], [[1, 3, 4], [0], [2], [5]]),  # by length; 20 alone is too much
+        ([4] * 5, [[0, 1], [2, 3], [4]]),
+        ([2] * 6, [[0, 1, 2], [3, 4, 5]]),  # not 5 and 1
+        ([10, 10], [[0], [1]]),
+        ([3], [[0]]),
+        ([], []),
+    ],
+)
+def test_micro_batches_are_few_and_equally_full(
+    lengths: list[int], batches: list[list[int]]
+) -> None:
+    assert micro_batches(lengths, max_tokens=10) == batches
+
+
+def test_micro_batches_hold_no_more_than_their_tokens() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        lengths = [draw.randint(1, 40) for _ in range(draw.randint(1, 60))]
+        batches = micro_batches(lengths, limit := draw.randint(1, 200))
+        assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+        held = [sum(lengths[row] for row in batch) for batch in batches]
+        assert all(n <= limit or len(b) == 1 for n, b in zip(held, batches, strict=True))
+        # two neighbours would not fit into one, so there are at most twice as many as need be
+        assert all(a + b > limit for a, b in itertools.pairwise(held))
+
+
+def test_sequences_are_selected_with_their_tokens() -> None:
+    ids, cu_seqlens = packed([[1, 2, 3], [4], [5, 6]])
+    assert (ids.tolist(), cu_seqlens.tolist()) == ([1, 2, 3, 4, 5, 6], [0, 3, 4, 6])
+    places, ends = select(cu_seqlens, [2, 0])
+    assert (ids[places].tolist(), ends.tolist()) == ([5, 6, 1, 2, 3], [0, 2, 5])
+    assert sums(ids, cu_seqlens).tolist() == [6, 4, 11]
 
 
 def test_one_call_to_the_tokenizer_gives_what_single_calls_give(tokenizer: Any) -> None:

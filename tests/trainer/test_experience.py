@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.check import check_sums
 from trainer.config import PPOConfig, UserError
-from trainer.data import Prompt
+from trainer.data import Prompt, packed
 from trainer.experience import Experience, make_experience
 from trainer.rollout import Rollouts
 from trainer.scoring import RewardPart, load_function, load_rewards, score
@@ -18,13 +18,13 @@ CONFIG = PPOConfig(gamma=1.0, gae_lambda=0.5, temperature=0.7)
 REF = {7: -1.5, 8: -0.5, 9: -2.0}  # log-probs of the reference by token
 
 
-def reference(ids: Tensor, temperature: float) -> Tensor:
+def reference(ids: Tensor, cu_seqlens: Tensor, mask: Tensor, temperature: float) -> Tensor:
     """Stands for a model; nothing but the tokens that are chosen decides."""
     assert temperature == CONFIG.temperature  # T3
-    return torch.tensor([[REF.get(i, 99.0) for i in row[1:]] for row in ids.tolist()])
+    return torch.tensor([REF.get(i, 99.0) for i in [*ids.tolist()[1:], 0]]) * mask
 
 
-def critic(ids: Tensor) -> Tensor:
+def critic(ids: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The value of a state is a tenth of the token that ends it."""
     return ids / 10
 
@@ -41,65 +41,66 @@ def experience(
 def test_T1_values_are_read_at_the_token_before_the_action() -> None:
     """Prompt [5], response [7, 8, 9]: V(s_t) = .5, .7, .8 and the value behind 9 is not used."""
     x = experience(make_rollouts([[5, 7, 8, 9]], [1], [True]), [2.0])
-    torch.testing.assert_close(x.values, torch.tensor([[0.5, 0.7, 0.8]]))
+    torch.testing.assert_close(x.values, torch.tensor([0.5, 0.7, 0.8, 0.9]))
     # KL per token: -1 - ref = .5, -.5, 1; rewards -.1 * KL, and the score on the last
-    torch.testing.assert_close(x.kl, torch.tensor([[0.5, -0.5, 1.0]]))
-    torch.testing.assert_close(x.rewards, torch.tensor([[-0.05, 0.05, 1.9]]))
+    torch.testing.assert_close(x.kl, torch.tensor([0.5, -0.5, 1.0, 0.0]))
+    torch.testing.assert_close(x.rewards, torch.tensor([-0.05, 0.05, 1.9, 0.0]))
     # deltas: -.05 + .7 - .5 = .15; .05 + .8 - .7 = .15; 1.9 + 0 - .8 = 1.1
     # A_3 = 1.1; A_2 = .15 + .5 * 1.1 = .7; A_1 = .15 + .5 * .7 = .5
-    torch.testing.assert_close(x.returns - x.values, torch.tensor([[0.5, 0.7, 1.1]]))
+    torch.testing.assert_close((x.returns - x.values)[:3], torch.tensor([0.5, 0.7, 1.1]))
     # the critic's targets come from these; what the policy sees is whitened
     raw = torch.tensor([0.5, 0.7, 1.1])
-    torch.testing.assert_close(x.advantages[0], (raw - raw.mean()) / (raw.var() + 1e-8).sqrt())
+    torch.testing.assert_close(x.advantages[:3], (raw - raw.mean()) / (raw.var() + 1e-8).sqrt())
+    assert x.mask.tolist() == [True, True, True, False]
 
 
-def test_T1_with_a_longer_prompt_and_padding() -> None:
-    """The same response behind [1, 1, 5], beside a longer row: the same numbers three places on."""
-    rows = [[1, 1, 5, 7, 8, 9], [5, *[7] * 9]]
-    x = experience(make_rollouts(rows, [3, 1], [True, True], width=12), [2.0, 0.0])
-    torch.testing.assert_close((x.returns - x.values)[0, 2:5], torch.tensor([0.5, 0.7, 1.1]))
-    assert (x.advantages[0, :2] == 0).all()
-    assert (x.advantages[0, 5:] == 0).all()
+def test_T1_with_a_longer_prompt_between_others() -> None:
+    """The same response behind [1, 1, 5], between two rows: the same numbers in its own places."""
+    rows = [[5, *[7] * 9], [1, 1, 5, 7, 8, 9], [5, 8]]
+    x = experience(make_rollouts(rows, [1, 3, 1], [True] * 3), [9.0, 2.0, -9.0])
+    torch.testing.assert_close((x.returns - x.values)[12:15], torch.tensor([0.5, 0.7, 1.1]))
+    assert (x.advantages[10:12] == 0).all()
+    assert x.advantages[15] == 0
 
 
 def test_A6_the_score_lands_once_on_the_end_token() -> None:
-    x = experience(make_rollouts([[5, 7, 8, 9]], [1], [True], width=6), [3.0])
-    assert x.rewards.shape == (1, 5)
-    torch.testing.assert_close(x.rewards[0], torch.tensor([-0.05, 0.05, 2.9, 0.0, 0.0]))
-    torch.testing.assert_close(x.rewards.sum(), 3.0 - 0.1 * x.kl.sum())
+    """Response [7, 8, 9] with the end token 9: place 2 chose it, behind it stands the next row."""
+    x = experience(make_rollouts([[5, 7, 8, 9], [5, 7]], [1, 1], [True] * 2), [3.0, 0.0])
+    torch.testing.assert_close(x.rewards, torch.tensor([-0.05, 0.05, 2.9, 0.0, -0.05, 0.0]))
+    torch.testing.assert_close(x.rewards[:4].sum(), 3.0 - 0.1 * x.kl[:4].sum())
 
 
 def test_terminal_truncation_ends_there() -> None:
     x = experience(make_rollouts([[5, 7]], [1], [False]), [2.0], truncation="terminal")
-    torch.testing.assert_close(x.returns, torch.tensor([[1.95]]))  # 2 - .1 * .5
+    torch.testing.assert_close(x.returns[0], torch.tensor(1.95))  # 2 - .1 * .5
 
 
 def test_bootstrap_truncation_goes_on_with_the_value_behind_the_last_token() -> None:
     rollouts = make_rollouts([[5, 7], [5, 8, 7], [5, 7]], [1, 1, 1], [False, False, True])
     x = experience(rollouts, [2.0, 2.0, 2.0], truncation="bootstrap")
-    last = torch.stack([x.returns[0, 0], x.returns[1, 1], x.returns[2, 0]])
+    last = x.returns[[0, 3, 5]]
     torch.testing.assert_close(last, torch.tensor([1.95 + 0.7, 1.95 + 0.7, 1.95]))
 
 
 def test_dropped_truncation_learns_nothing_from_the_row() -> None:
     rollouts = make_rollouts([[5, 7], [5, 8, 9]], [1, 1], [False, True])
     x = experience(rollouts, [2.0, 1.0], truncation="drop")
-    assert not x.mask[0].any()
-    assert (x.rewards[0] == 0).all()
+    assert not x.mask[:2].any()
+    assert (x.rewards[:2] == 0).all()
     alone = experience(make_rollouts([[5, 8, 9]], [1], [True]), [1.0])
-    torch.testing.assert_close(x.advantages[1:], alone.advantages)
+    torch.testing.assert_close(x.advantages[2:], alone.advantages)
     check_sums(rollouts, x, 0.1)
 
 
-def test_rows_are_cut_to_the_longest() -> None:
-    x = experience(
-        make_rollouts([[5, 7], [5, 8, 9], [5, 7, 7, 9]], [1, 1, 1], [True] * 3), [0.0] * 3
-    )
+def test_rows_are_those_asked_for() -> None:
+    rows = [[5, 7], [5, 8, 9], [5, 7, 7, 9]]
+    x = experience(make_rollouts(rows, [1, 1, 1], [True] * 3), [0.0, 1.0, 2.0])
     part = x.rows([1, 0])
-    assert part.ids.tolist() == [[5, 8, 9], [5, 7, 0]]
-    assert part.mask.tolist() == [[True, True], [True, False]]
-    torch.testing.assert_close(part.returns, x.returns[[1, 0], :2])
-    assert part.scores.shape == (2,)
+    assert part.ids.tolist() == [5, 8, 9, 5, 7]
+    assert part.cu_seqlens.tolist() == [0, 3, 5]
+    assert part.mask.tolist() == [True, True, False, True, False]
+    torch.testing.assert_close(part.returns, x.returns[[2, 3, 4, 0, 1]])
+    assert part.scores.tolist() == [1.0, 0.0]
 
 
 def constant(value: float) -> Any:
@@ -115,7 +116,7 @@ def test_a_score_is_a_weighted_sum_less_the_penalty() -> None:
 
 
 def test_a_reward_model_reads_the_end_token(trained: dict, tokenizer: Any) -> None:
-    """A truncated response gets the end token that training had; padding is not read."""
+    """A truncated response gets the end token that training had; its neighbours are not read."""
     rewards = {trained["reward_model"]: 1.0}
     (part,) = load_rewards(rewards, tokenizer, torch.device("cpu"), 1024)
     ids = tokenizer("the film is good").input_ids
@@ -123,8 +124,8 @@ def test_a_reward_model_reads_the_end_token(trained: dict, tokenizer: Any) -> No
     cut = make_rollouts([ids, ids * 2], [2, 2], [False, False])
     torch.testing.assert_close(part.score(ended)[0], part.score(cut)[0])
     assert part.model is not None
-    whole = part.model(torch.tensor([[*ids, 2]]))
-    torch.testing.assert_close(part.score(ended)[0], whole[0, -1])
+    whole = part.model(*packed([[*ids, 2]]))
+    torch.testing.assert_close(part.score(ended)[0], whole[-1])
 
 
 def test_a_reward_function_gets_texts_and_columns(tokenizer: Any, tmp_path: Any) -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from tiny import TINY
 from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config
 
-from trainer import check
+from trainer import attention, check
 from trainer.config import CheckFailed, UserError
-from trainer.data import pad
+from trainer.data import packed
 from trainer.models import (
     Policy,
     Scorer,
@@ -28,39 +29,22 @@ from trainer.models import (
 ROWS = [[1, 20, 30, 40, 50], [1, 99], [1, 7, 8, 9, 10, 11, 12, 13, 14], [1, 30, 20]]
 
 
-def test_T4_a_row_alone_and_padded_has_the_same_logprobs(policy: Policy) -> None:
-    with torch.no_grad():
-        together = policy(pad(ROWS, fill=0))
-        for row, logprobs in zip(ROWS, together, strict=True):
-            torch.testing.assert_close(
-                logprobs[: len(row) - 1], policy(torch.tensor([row]))[0], atol=1e-5, rtol=0
-            )
-
-
-def test_logprobs_are_those_of_transformers(policy: Policy) -> None:
-    ids = torch.tensor(ROWS[2:3])
-    with torch.no_grad():
-        theirs = policy.lm(input_ids=ids).logits.log_softmax(-1)[:, :-1]
-        theirs = theirs.gather(-1, ids[:, 1:, None]).squeeze(-1)
-        torch.testing.assert_close(policy(ids), theirs, atol=1e-5, rtol=0)
-
-
 def test_a_mask_leaves_out(policy: Policy) -> None:
-    ids = torch.tensor(ROWS[:1])
-    mask = torch.tensor([[True, False, True, False]])
+    ids, cu_seqlens = packed(ROWS)
+    mask = torch.arange(len(ids)) % 2 == 0
     with torch.no_grad():
-        torch.testing.assert_close(policy(ids, mask), policy(ids) * mask)
+        whole = policy(ids, cu_seqlens)
+        assert (whole[cu_seqlens[1:] - 1] == 0).all()  # nothing follows the last token
+        torch.testing.assert_close(policy(ids, cu_seqlens, mask), whole * mask)
 
 
-def test_forward_all_restores_the_order(policy: Policy) -> None:
-    lengths = torch.tensor([len(row) for row in ROWS])
-    ids = pad(ROWS, fill=0)
-    out = forward_all(policy, ids, lengths, micro_batch_tokens=10)
+@pytest.mark.parametrize("tokens", [1, 10, 99])
+def test_forward_all_restores_the_order(policy: Policy, tokens: int) -> None:
+    ids, cu_seqlens = packed(ROWS)
+    mask = torch.arange(len(ids)) % 3 > 0
+    out = forward_all(policy, tokens, cu_seqlens, ids, mask)
     with torch.no_grad():
-        whole = policy(ids)
-    for row, length in enumerate(lengths.tolist()):
-        torch.testing.assert_close(out[row, : length - 1], whole[row, : length - 1])
-    assert out.shape == whole.shape
+        torch.testing.assert_close(out, policy(ids, cu_seqlens, mask), atol=1e-5, rtol=0)
     assert not out.is_inference()
 
 
@@ -78,8 +62,7 @@ def test_T5_dropout_in_a_config_is_off(with_dropout: str, load: Callable[[str], 
     module = load(with_dropout)
     assert dropout_of(module) == []
     module.train()  # gradient checkpointing needs this mode; nothing may be dropped in it either
-    ids = torch.tensor(ROWS[:1])
-    assert torch.equal(module(ids), module(ids))
+    assert torch.equal(module(*packed(ROWS)), module(*packed(ROWS)))
 
 
 def test_T5_dropout_is_checked(policy: Policy) -> None:
@@ -102,16 +85,20 @@ def test_T16_each_model_has_a_config_of_its_own(untrained: str) -> None:
     assert config.n_head == TINY.heads
     first, second = new_policy(TINY, tokenizer), new_policy(TINY, tokenizer)
     first.lm.set_attn_implementation("eager")
-    assert second.lm.config._attn_implementation == "sdpa"
+    assert second.lm.config._attn_implementation == attention.NAME
+    given = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=16)
+    lm = AutoModelForCausalLM.from_config(given)  # transformers keeps the very object
+    Policy(AutoModelForCausalLM.from_config(without_dropout(given)))
+    assert lm.config is given
+    assert given._attn_implementation == "sdpa"
 
 
 def test_a_scorer_gives_units_of_its_config(untrained: str) -> None:
     scorer = new_scorer(untrained)
     nn.init.normal_(scorer.model.score.weight)
-    ids = torch.tensor(ROWS[:1])
-    raw = scorer(ids)
+    raw = scorer(*packed(ROWS))
     scorer.model.config.update({"score_mean": 2.0, "score_std": 4.0})
-    torch.testing.assert_close(scorer(ids), (raw - 2) / 4)
+    torch.testing.assert_close(scorer(*packed(ROWS)), (raw - 2) / 4)
 
 
 def test_a_scorer_reads_no_token_after(untrained: str) -> None:
@@ -119,7 +106,7 @@ def test_a_scorer_reads_no_token_after(untrained: str) -> None:
     nn.init.normal_(scorer.model.score.weight)
     with torch.no_grad():
         torch.testing.assert_close(
-            scorer(torch.tensor([[1, 5, 9]]))[:, :2], scorer(torch.tensor([[1, 5]]))
+            scorer(*packed([[1, 5, 9]]))[:2], scorer(*packed([[1, 5]])), atol=1e-6, rtol=0
         )
 
 

@@ -1,5 +1,6 @@
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,20 @@ def made(rows: list[list[int]], start: int, advantages: list[float], models: Mod
     """An experience whose old log-probs are the policy's own, with one advantage a row."""
     rollouts = make_rollouts(rows, [start] * len(rows), [True] * len(rows))
     with torch.no_grad():
-        logprobs = models.policy(rollouts.ids, rollouts.mask)
-        values = models.critic(rollouts.ids)[:, :-1]
+        logprobs = models.policy(rollouts.ids, rollouts.cu_seqlens, rollouts.mask)
+        values = models.critic(rollouts.ids, rollouts.cu_seqlens)
     mask = rollouts.mask
     zeros = torch.zeros(mask.shape)
     return Experience(
         ids=rollouts.ids,
-        lengths=rollouts.lengths,
+        cu_seqlens=rollouts.cu_seqlens,
         mask=mask,
         logprobs=logprobs,
         ref_logprobs=logprobs,
         values=values,
         rewards=zeros,
         kl=zeros,
-        advantages=torch.tensor(advantages)[:, None].expand(mask.shape).where(mask, zeros),
+        advantages=torch.tensor(advantages).repeat_interleave(rollouts.lengths).where(mask, zeros),
         returns=values + 1,
         scores=torch.tensor(advantages),
     )
@@ -61,9 +62,9 @@ def test_T9_the_loss_does_not_depend_on_the_cut(ppo_config: PPOConfig, models: M
     """Lengths 1 and 3, advantages +1 and -1: -(1 - 3) / 4 = .5, in one micro-batch or in two."""
     x = made([[1, 20, 30], [1, 20, 40, 50, 60]], 2, [1.0, -1.0], models)
     found = []
-    for micro_batch_tokens in (64, 1):
+    for max_tokens_per_micro_batch in (64, 1):
         metrics = Metrics()
-        config = replace(ppo_config, micro_batch_tokens=micro_batch_tokens)
+        config = replace(ppo_config, max_tokens_per_micro_batch=max_tokens_per_micro_batch)
         ppo.backward(models, x, config, 0.0, metrics)
         assert metrics.mean("loss/policy_avg") == pytest.approx(0.5, abs=1e-6)
         assert metrics.mean("loss/value_avg") == pytest.approx(0.5, abs=1e-6)  # half of 1 squared
@@ -72,6 +73,60 @@ def test_T9_the_loss_does_not_depend_on_the_cut(ppo_config: PPOConfig, models: M
     for a, b in zip(*(grads for _, grads in found), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
+
+
+def varied(models: Models, count: int = 12) -> Experience:
+    """Responses of 1 to 12 tokens, advantages of both signs."""
+    draw = random.Random(0)
+    rows = [[1, 20, *(draw.randrange(3, 200) for _ in range(1 + i % 12))] for i in range(count)]
+    return made(rows, 2, [(-1.0) ** i * (1 + i) for i in range(count)], models)
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 33, 64])
+def test_T9_nor_how_full_micro_batches_are(
+    ppo_config: PPOConfig, models: Models, tokens: int
+) -> None:
+    x, found = varied(models), []
+    for limit in (tokens, 10_000):
+        config, metrics = replace(ppo_config, max_tokens_per_micro_batch=limit), Metrics()
+        ppo.backward(models, x, config, 0.1, metrics)
+        found.append((metrics.means(), gradients(models)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4, abs=1e-6)
+    for a, b in zip(*(grads for _, grads in found), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_the_order_of_prompts_in_a_batch_is_no_matter(
+    ppo_config: PPOConfig, models: Models
+) -> None:
+    x, found = varied(models), []
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
+    assert order != sorted(order)
+    for experience in (x, x.rows(order)):
+        metrics = Metrics()
+        ppo.backward(models, experience, ppo_config, 0.1, metrics)
+        found.append((metrics.means(), gradients(models)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4, abs=1e-6)
+    for a, b in zip(*(grads for _, grads in found), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_P5_micro_batches_of_10_and_1000_tokens_add_up_to_the_batch(
+    ppo_config: PPOConfig, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(0)
+    lengths = [10, *[40] * 25]
+    rows = [[1, 20, *(draw.randrange(3, 200) for _ in range(n))] for n in lengths]
+    x, found = made(rows, 2, [5.0, *[-1.0] * 25], models), []
+    for cut in ([[0], list(range(1, 26))], [list(range(26))]):
+        monkeypatch.setattr(ppo, "micro_batches", lambda *_, cut=cut: cut)
+        assert [int(x.rows(part).mask.sum()) for part in cut] in ([10, 1000], [1010])
+        metrics = Metrics()
+        ppo.backward(models, x, ppo_config, 0.0, metrics)
+        assert metrics.mean("loss/policy_avg") == pytest.approx((1000 - 50) / 1010, rel=1e-5)
+        found.append(gradients(models))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 class Largest(TorchDispatchMode):
@@ -97,11 +152,11 @@ def test_the_logits_of_a_batch_are_never_made(ppo_config: PPOConfig, models: Mod
     models = replace(models, policy=policy, critic=models.critic)
     ids = torch.randint(1, 200, (rows, width))
     x = made(ids.tolist(), 1, [1.0] * rows, models)
-    config = replace(ppo_config, micro_batch_tokens=rows * width)
+    config = replace(ppo_config, max_tokens_per_micro_batch=rows * width)
     with Largest() as of_update:
         ppo.backward(models, x, config, 0.0, Metrics())
     with Largest() as of_reference, torch.no_grad():
-        policy(ids)
+        policy(x.ids, x.cu_seqlens)
     assert policy.lm.lm_head.weight.grad.abs().sum() > 0
     for seen in (of_update, of_reference):
         assert 2**22 < seen.numbers <= 2**28 // 4 < rows * (width - 1) * 8192
@@ -136,7 +191,7 @@ def test_each_epoch_sees_all_episodes_in_an_order_of_its_own(
     x = made([[1, 20, 30 + i] for i in range(8)], 2, [1.0] * 8, models)
     config = replace(ppo_config, ppo_epochs=2, minibatches=2)
     shuffle = torch.Generator().manual_seed(0)
-    seen = [m.ids[:, 2].tolist() for m in ppo.minibatches(x, config, shuffle)]
+    seen = [m.ids[2::3].tolist() for m in ppo.minibatches(x, config, shuffle)]
     first, second = seen[0] + seen[1], seen[2] + seen[3]
     assert sorted(first) == sorted(second) == list(range(30, 38))
     assert first != second
@@ -172,7 +227,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(
     ppo_config: PPOConfig, models: Models
 ) -> None:
     x = made([[1, 20, 30], [1, 20, 40]], 2, [1.0, -1.0], models)
-    x.returns[0, 1] = math.inf
+    x.returns[1] = math.inf
     before = [p.clone() for p in models.policy.parameters()]
     trained, metrics = trained_by(models, ppo_config), Metrics()
     config = replace(ppo_config, ppo_epochs=1, minibatches=2)
@@ -312,9 +367,17 @@ def test_sums_in_a_log_agree(ppo_config: PPOConfig) -> None:
         )
 
 
-def test_at_the_start_the_kl_is_0(ppo_config: PPOConfig) -> None:
-    ppo.run(ppo_config)
-    assert rows_of(ppo_config.run_dir)[0]["objective/kl"] == pytest.approx(0.0, abs=1e-4)
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_at_the_start_the_ratio_is_1_and_the_kl_is_0(
+    ppo_config: PPOConfig, temperature: float
+) -> None:
+    """What was sampled step by step, prompts shared, against packed micro-batches of training."""
+    options = {"samples_per_prompt": 2, "max_tokens_per_micro_batch": 40, "minibatches": 1}
+    ppo.run(replace(ppo_config, **options, temperature=temperature, ppo_epochs=1, updates=1))
+    (row,) = rows_of(ppo_config.run_dir)
+    assert row["consistency/ratio_error_max"] < 1e-4
+    assert row["val/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert row["objective/kl"] == pytest.approx(0.0, abs=1e-4)
 
 
 def test_the_frozen_models_stay_as_they_were(ppo_config: PPOConfig) -> None:

@@ -2,13 +2,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from trainer.attention import KeyValueCache
 from trainer.check import check_paths
 from trainer.config import PPOConfig
-from trainer.data import Prompt
+from trainer.data import Prompt, select
 from trainer.metrics import Metrics
-from trainer.models import KeyValueCache, Policy, forward_all
-from trainer.rollout import Rollouts, generate
+from trainer.models import Policy
+from trainer.rollout import Rollouts, choose, generate
 
 STOP = [2]
 PROMPTS = [
@@ -29,21 +31,23 @@ def test_T3_logprobs_at_sampling_are_those_of_the_training_path(
 ) -> None:
     many = prompts * 8
     rollouts = rolled(policy, many, temperature=temperature)
+    mask = rollouts.mask
     with torch.no_grad():
-        again = policy(rollouts.ids, rollouts.mask, temperature=temperature)
+        again = policy(rollouts.ids, rollouts.cu_seqlens, mask, temperature=temperature)
     torch.testing.assert_close(rollouts.logprobs, again, atol=1e-5, rtol=0)
     for row, prompt in enumerate(many):  # and alone
-        length = int(rollouts.lengths[row])
+        places, ends = select(rollouts.cu_seqlens, [row])
         with torch.no_grad():
-            alone = policy(rollouts.ids[row : row + 1, :length], temperature=temperature)[0]
+            alone = policy(rollouts.ids[places], ends, temperature=temperature)
         start = len(prompt.ids) - 1
         torch.testing.assert_close(
-            alone[start:], rollouts.logprobs[row, start : length - 1], atol=1e-5, rtol=0
+            alone[start:], rollouts.logprobs[places][start:], atol=1e-5, rtol=0
         )
 
 
 def test_nearly_greedy_sampling_is_what_transformers_generates(policy: Policy) -> None:
     rollouts = rolled(policy, temperature=1e-4)
+    policy.lm.set_attn_implementation("sdpa")
     for prompt, response in zip(PROMPTS, rollouts.responses(), strict=True):
         theirs = policy.lm.generate(
             torch.tensor([prompt.ids]),
@@ -67,8 +71,8 @@ def test_T2_stop_tokens_count_in_the_response_only(policy: Policy) -> None:
         r[-1] for r, ended in zip(rollouts.responses(), rollouts.terminated, strict=True) if ended
     }
     assert len(lasts) > 1
-    assert not rollouts.mask[:, :3].any()
-    assert rollouts.mask[:, 3].all()
+    for row in rollouts.mask.split(rollouts.lengths.tolist()):
+        assert not row[:3].any() and row[3:-1].all() and not row[-1]
 
 
 def test_truncated_rows_are_those_without_a_stop_token(policy: Policy) -> None:
@@ -79,34 +83,67 @@ def test_truncated_rows_are_those_without_a_stop_token(policy: Policy) -> None:
 
 
 def test_finished_rows_leave_the_batch(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int, int]] = []
+    seen: list[tuple[int, int]] = []
     inner = Policy.forward
 
-    def spy(
-        self: Policy, ids: torch.Tensor, *args: Any, cache: KeyValueCache, **kwargs: Any
-    ) -> Any:
-        out = inner(self, ids, *args, cache=cache, **kwargs)
-        seen.append((ids.shape[0], ids.shape[1], cache.past.layers[0].keys.shape[0]))
-        return out
+    def spy(self: Policy, ids: Tensor, *, cache: KeyValueCache) -> Any:
+        logits = inner(self, ids, cache=cache)
+        buffers = [buffer for pair in cache.buffers.values() for buffer in pair]
+        seen.append((len(ids), len(logits)))
+        assert {len(logits)} == {len(buffer) for buffer in buffers}
+        return logits
 
     monkeypatch.setattr(Policy, "forward", spy)
     rollouts = rolled(policy, PROMPTS * 16, stop=list(range(2, 40)), max_new_tokens=12)
     lengths = [len(response) for response in rollouts.responses()]
     assert len(seen) == max(lengths)
-    for step, (rows, new, cached) in enumerate(seen):
-        assert rows == cached == sum(length > step for length in lengths)
-        assert new == (6 if step == 0 else 1)
-    assert seen[-1][0] < len(lengths)
+    assert seen[0] == (sum(len(prompt.ids) for prompt in PROMPTS), 64)  # each prompt once
+    for step, (new, rows) in enumerate(seen[1:], start=1):
+        going_on = sum(length > step for length in lengths)
+        assert new == rows
+        assert going_on <= rows and going_on > 0.75 * rows
+    assert seen[-1][1] < len(lengths)
+
+
+def test_the_cache_is_allocated_once(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[set[int]] = []
+    inner = Policy.forward
+
+    def spy(self: Policy, ids: Tensor, *, cache: KeyValueCache) -> Any:
+        logits = inner(self, ids, cache=cache)
+        places.append({b.untyped_storage().data_ptr() for p in cache.buffers.values() for b in p})
+        return logits
+
+    monkeypatch.setattr(Policy, "forward", spy)
+    rolled(policy, PROMPTS * 16, stop=list(range(2, 40)), max_new_tokens=12)
+    assert len(places) > 5
+    assert len(places[0]) == 2 * policy.lm.config.num_hidden_layers
+    assert all(place == places[0] for place in places)
+
+
+def test_what_a_row_samples_does_not_depend_on_who_leaves(policy: Policy) -> None:
+    """Rows in one place, once beside rows that end at once and once beside others."""
+    short, long = PROMPTS[0], PROMPTS[1]
+    together = rolled(policy, [long] * 4 + [short] * 12, stop=list(range(2, 30)))
+    others = rolled(policy, [long] * 4 + [PROMPTS[2]] * 12, stop=list(range(2, 30)))
+    assert together.responses()[:4] == others.responses()[:4]
+    assert together.responses() != others.responses()
+
+
+def test_a_token_is_chosen_by_its_share_of_chance() -> None:
+    logits = torch.tensor([[0.25, 0.5, 0.0, 0.25]]).log().expand(6, 4)
+    chance = torch.tensor([0.0, 0.2499, 0.2501, 0.7499, 0.7501, 1 - 2**-53], dtype=torch.float64)
+    assert choose(logits, 1.0, chance).tolist() == [0, 0, 1, 1, 3, 3]
 
 
 def test_ids_and_mask_fit_together(policy: Policy) -> None:
     rollouts = rolled(policy)
-    for row, (prompt, response) in enumerate(zip(PROMPTS, rollouts.responses(), strict=True)):
-        length = int(rollouts.lengths[row])
-        assert rollouts.ids[row, :length].tolist() == prompt.ids + response
-        places = rollouts.mask[row].nonzero().squeeze(1)
-        assert rollouts.ids[row, places + 1].tolist() == response
-        assert (rollouts.logprobs[row][~rollouts.mask[row]] == 0).all()
+    responses = rollouts.responses()
+    for ids, prompt, response in zip(rollouts.sequences(), PROMPTS, responses, strict=True):
+        assert ids == prompt.ids + response
+    places = rollouts.mask.nonzero().squeeze(1)
+    assert rollouts.ids[places + 1].tolist() == [token for row in responses for token in row]
+    assert (rollouts.logprobs[~rollouts.mask] == 0).all()
 
 
 def test_only_its_generator_decides(policy: Policy) -> None:
@@ -127,7 +164,8 @@ def test_what_is_sampled_can_be_learned_from(policy: Policy) -> None:
 def test_samples_follow_their_distribution(policy: Policy) -> None:
     """First tokens of 4,000 samples against the model's own probabilities: chi-squared."""
     rollouts = rolled(policy, [PROMPTS[0]] * 4000, max_new_tokens=1, temperature=0.5)
-    counts = torch.bincount(rollouts.ids[:, 5], minlength=policy.lm.config.vocab_size)
+    counts = torch.bincount(rollouts.ids[5::6], minlength=policy.lm.config.vocab_size)
+    policy.lm.set_attn_implementation("sdpa")
     ids = torch.tensor([PROMPTS[0].ids])
     expected = 4000 * (policy.lm(input_ids=ids).logits[0, -1].detach() / 0.5).softmax(-1)
     often = expected > 5
@@ -143,4 +181,3 @@ def test_consistency_metrics_are_small_and_logged(policy: Policy) -> None:
     check_paths(policy, rollouts, PPOConfig(), metrics)
     assert 0 <= metrics.mean("consistency/logprob_difference") < 1e-5
     assert metrics.mean("consistency/ratio_error_max") < 1e-4
-    assert forward_all(policy, rollouts.ids, rollouts.lengths, 64).shape == rollouts.mask.shape

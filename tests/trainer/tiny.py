@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from trainer.config import Scratch
-from trainer.data import Prompt
+from trainer.data import Prompt, packed
 from trainer.rollout import Rollouts
 
 KIND, UNKIND = ("good", "lovely", "fine"), ("bad", "awful", "dull")
@@ -25,15 +25,12 @@ def make_rollouts(
     rows: Sequence[Sequence[int]],
     starts: Sequence[int],
     terminated: Sequence[bool],
-    width: int | None = None,
     logprob: float = -1.0,
 ) -> Rollouts:
-    """Rollouts with given ids, padded to `width`."""
-    lengths = torch.tensor([len(row) for row in rows])
-    width = width or int(lengths.max())
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
-    target = torch.arange(1, width)
-    mask = (target >= torch.tensor(starts)[:, None]) & (target < lengths[:, None])
+    """Rollouts with given ids: prompts of so many tokens, and what follows them."""
+    ids, cu_seqlens = packed(rows)
+    places = zip(rows, starts, strict=True)
+    mask = torch.tensor([n <= i + 1 < len(row) for row, n in places for i in range(len(row))])
     prompts = [Prompt(list(row[:n]), "", {}) for row, n in zip(rows, starts, strict=True)]
-    logprobs = torch.full(mask.shape, logprob).where(mask, torch.tensor(0.0))
-    return Rollouts(prompts, ids, mask, logprobs, lengths, torch.tensor(terminated))
+    logprobs = torch.where(mask, logprob, 0.0)
+    return Rollouts(prompts, ids, cu_seqlens, mask, logprobs, torch.tensor(terminated))

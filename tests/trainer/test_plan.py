@@ -1,0 +1,67 @@
+"""What `--dry_run` expects a stage to take, against what the stage took."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import KIND, UNKIND, sentences
+from transformers import AutoConfig
+
+from trainer.config import PPOConfig, Scratch, SFTConfig
+from trainer.data import write_rows
+from trainer.plan import memory
+
+ROOT = Path(__file__).parents[2]
+
+
+def peak(command: str, options: dict[str, object]) -> int:
+    """Most bytes that a stage's process held."""
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "trainer", command, *flags],
+        cwd=ROOT, env=env, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    return usage.ru_maxrss * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_memory_that_a_dry_run_expects(family: str, tmp_path: Path) -> None:
+    """A model against one of nearly no size, so that the program itself drops out."""
+    lines = zip(*[iter(sentences(KIND + UNKIND, 1200))] * 6, strict=True)
+    texts = [{"text": " and ".join(line)} for line in lines]
+    write_rows(tmp_path / "text.jsonl", texts)
+    (tmp_path / "mine.py").write_text(
+        "def f(prompts, completions):\n    return [0.5] * len(prompts)\n"
+    )
+    common = {"train": tmp_path / "text.jsonl", "max_tokens_per_micro_batch": 2048}
+    found: list[list[int]] = []
+    for width, layers in ((256, 6), (16, 1)):
+        run = tmp_path / str(width)
+        scratch = Scratch(family, 280, width, layers, heads=4, context_tokens=128)  # type: ignore[arg-type]
+        options = {f"scratch.{name}": value for name, value in vars(scratch).items()}
+        sft = common | {
+            "run_dir": run / "sft", "heldout": tmp_path / "text.jsonl", "max_tokens": 96,
+            "sequences_per_step": 48, "steps": 4,
+        }  # fmt: skip
+        ppo = common | {
+            "run_dir": run / "ppo", "model": run / "sft/model", "prompt_tokens": 20, "updates": 2,
+            "episodes_per_update": 48, "minibatches": 1, "ppo_epochs": 1, "max_new_tokens": 60,
+        }  # fmt: skip
+        rewards = f'{{"{tmp_path}/mine.py:f": 1.0}}'
+        measured = [peak("sft", sft | options), peak("ppo", ppo | {"rewards": rewards})]
+        model = AutoConfig.from_pretrained(run / "sft/model")
+        asked = PPOConfig(**ppo, rewards={"mine.py:f": 1.0})
+        supervised = SFTConfig(**sft)
+        found.append([*measured, memory(supervised, model, 0), memory(asked, model, 21)])
+    large, small = found
+    for stage in (0, 1):
+        taken, expected = large[stage] - small[stage], large[stage + 2] - small[stage + 2]
+        assert expected > 2e8
+        assert expected == pytest.approx(taken, rel=0.25), (taken >> 20, expected >> 20)
