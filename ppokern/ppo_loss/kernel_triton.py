@@ -22,7 +22,7 @@ from ppokern.ppo_loss.reference import Inputs, Options, Output
 
 BLOCK = 512  # tokens: 2 a thread; with 4 they take registers for one program alone
 WARPS = 8
-RESIDENT = 3  # programs of a multiprocessor
+RESIDENT = 2  # programs of a multiprocessor
 
 # The lanes of a program's sums: the statistics in order, and the loss.
 NAMES = ("policy_loss", "ratio_mean", "ratio_min", "ratio_max")
