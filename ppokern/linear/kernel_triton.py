@@ -3,10 +3,11 @@
 Bytes moved per logit: one read and one write of memory, and a read from the L2 cache; compact, a
 second read and write of rows that move. Everything else is per row.
 
-A program takes one row at a time: it reduces it, computes its token's slope, and goes through the
-row again, from its end, while that is still in the cache. A lane adds up every 2048th logit (in
-long rows every 4096th) with a running maximum of its own; one tree combines the lanes. So nobody
-waits for anybody within the first pass, and a row's bits hang on nothing but itself.
+A program takes one row at a time, or several narrow ones: it reduces it, computes its token's
+slope, and goes through the row again, from its end, while that is still in the cache. A lane adds
+up every 2048th logit (in long rows every 4096th) with a running maximum of its own; one tree
+combines the lanes. So nobody waits for anybody within the first pass, and a row's bits hang on
+nothing but itself.
 """
 
 import torch
