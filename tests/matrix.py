@@ -7,9 +7,10 @@ import torch
 
 OPS = ("logprob", "linear", "gae", "whiten", "ppo_loss", "reward", "packing")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
 # kernels for a GPU that a Python interpreter runs, or g++ compiled
-TRITON_DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else GPU
+TRITON_DEVICE = "cpu" if INTERPRETED else GPU
 CUDA_DEVICE = "cpu" if "PPOKERN_CUDA_ON_CPU" in os.environ else GPU
 
 

@@ -67,7 +67,7 @@ def loss_pass(
             *(_address(t) for t in (logprobs, entropy, used)),
             _launch.stream(logits),
         )
-    return used
+    return None if used is None else reference.kept_rows(used)
 
 
 def _address(x: Tensor | None) -> int:
