@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import random
 import shutil
@@ -138,12 +139,10 @@ def forked(work: Callable[[], Any], log: Path) -> int:
 
 
 def finish(work: Callable[[], Any], log: Path) -> float:
-    """Does `work` in a process of its own, and returns the seconds that it took."""
+    """Does `work` in a process of its own, and returns the seconds; NaN if it failed."""
     began = time.perf_counter()
     _, status = os.waitpid(forked(work, log), 0)
-    if status:
-        raise SystemExit(f"a run failed:\n{log.read_text()}")
-    return time.perf_counter() - began
+    return math.nan if status else time.perf_counter() - began
 
 
 def cut(work: Callable[[], Any], run_dir: Path, log: Path, moment: float, in_save: bool) -> bool:
@@ -177,6 +176,7 @@ def main(kills: int, seed: int) -> bool:
             stage: finish(start(module, config, uncut[stage]), log)
             for stage, (module, config) in stages.items()
         }
+        assert not math.isnan(sum(seconds.values())), log.read_text()
         for kill in range(kills):
             stage = list(stages)[kill % len(stages)]
             work = start(*stages[stage], run_dir)
@@ -188,8 +188,9 @@ def main(kills: int, seed: int) -> bool:
             counts["before the first"] += not list(run_dir.glob("checkpoints/*"))
             if (run_dir / "config.yaml").exists():  # else it was cut before there was a run
                 work = functools.partial(resume.run, str(run_dir))
-            finish(work, log)
-            if found := differences(uncut[stage], run_dir):
+            if math.isnan(finish(work, log)):
+                bad.append(log.read_text())
+            elif found := differences(uncut[stage], run_dir):
                 bad.append(f"{stage}, cut after {share:.0%} of its time: {', '.join(found)}")
             shutil.rmtree(run_dir)
     details = ", ".join(f"{count} cut {where}" for where, count in counts.items())
@@ -203,6 +204,4 @@ def start(module: Any, config: Any, run_dir: Path) -> Callable[[], Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        0 if main(int(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else time.time_ns()) else 1
-    )
+    sys.exit(not main(int(sys.argv[1]), int((*sys.argv, time.time_ns())[2])))

@@ -643,6 +643,7 @@ def test_export_of_the_other_stages(trained: dict[str, Any], tmp_path: Path) -> 
 # --- processes ---
 
 
+@pytest.mark.slow
 def test_crashes() -> None:
     """`make crash-test` with five kills, one of them at least in the midst of a checkpoint."""
     command = [sys.executable, str(ROOT / "tests/trainer/crash.py"), "5", "0"]
