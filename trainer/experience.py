@@ -65,11 +65,12 @@ def make_experience(
         kl_coef: weight of the KL in the rewards; 0 where it is in the loss.
     """
     ids, cu_seqlens = rollouts.ids, rollouts.cu_seqlens
-    mask, tokens = rollouts.mask, config.max_tokens_per_micro_batch
+    tokens = config.max_tokens_per_micro_batch
+    mask = rollouts.mask
     if config.truncation == "drop":
         mask = mask & rollouts.terminated.repeat_interleave(rollouts.lengths)
     ref = partial(reference, temperature=config.temperature)
-    ref_logprobs = forward_all(ref, tokens, cu_seqlens, ids, mask)
+    ref_logprobs = forward_all(ref, tokens, cu_seqlens, ids, rollouts.mask)
     values = forward_all(critic, tokens, cu_seqlens, ids)
     goes_on = ~rollouts.terminated & (config.truncation == "bootstrap")  # (S,)
     after = values[cu_seqlens[1:] - 1]  # (S,) behind the last token

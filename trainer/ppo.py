@@ -347,9 +347,7 @@ def observe(
     metrics.add("objective/kl_per_token", experience.kl, mask)
     k3 = kl_estimate(rollouts.logprobs, experience.ref_logprobs, "k3", mask)
     metrics.add("objective/kl_k3", sums(k3, ends)[kept])
-    sampled = -sums(rollouts.logprobs, ends)[
-        kept
-    ]  # (S',) nats: a proxy; policy/entropy_avg is exact
+    sampled = -sums(rollouts.logprobs, ends)[kept]  # nats: a proxy; policy/entropy_avg is exact
     metrics.add("objective/entropy", sampled)
     metrics.add("objective/non_score_reward", -kl_in_reward * kl)
     metrics.add("objective/rlhf_reward", scores - kl_in_reward * kl)

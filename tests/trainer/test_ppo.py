@@ -380,6 +380,12 @@ def test_at_the_start_the_ratio_is_1_and_the_kl_is_0(
     assert row["objective/kl"] == pytest.approx(0.0, abs=1e-4)
 
 
+def test_what_is_dropped_is_held_against_the_reference_too(ppo_config: PPOConfig) -> None:
+    ppo.run(replace(ppo_config, truncation="drop", max_new_tokens=3, updates=1))
+    (row,) = rows_of(ppo_config.run_dir)
+    assert 0 < row["response/truncated"] <= 1
+
+
 def test_the_frozen_models_stay_as_they_were(ppo_config: PPOConfig) -> None:
     paths = [Path(ppo_config.model), Path(next(iter(ppo_config.rewards)))]
     before = [(path / "model.safetensors").read_bytes() for path in paths]
