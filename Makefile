@@ -1,4 +1,4 @@
-# make demo | test | bench | lint | types | capabilities | sanitize | triton | venv
+# make demo | test | bench | bench-trl | lint | types | capabilities | sanitize | triton | venv
 #      kernel-report | gpu-check
 
 VENV := .venv
@@ -8,7 +8,7 @@ TRITON := $(VENV)/.triton
 DEMO_DATA := trainer/presets/demo-requirements.txt
 CSRC := $(wildcard csrc/* csrc/*/*)
 
-.PHONY: demo test bench lint types capabilities sanitize triton kernel-report gpu-check venv
+.PHONY: demo test bench bench-trl lint types capabilities sanitize triton kernel-report gpu-check venv
 
 demo:
 	@start=$$(date +%s); $(MAKE) --silent $(READY); seconds=$$(($$(date +%s) - start)); \
@@ -22,6 +22,16 @@ test: $(READY)
 bench: $(READY)
 	mkdir -p runs/bench
 	$(PYTHON) -m pytest -q $(or $(BENCH),benchmarks) --benchmark-json=runs/bench/bench.json
+
+# PPO's update beside TRL's, in an environment of its own; writes runs/bench/trl.json.
+bench-trl: $(READY) .venv-trl/.ready
+	$(PYTHON) -m benchmarks.against_trl
+
+.venv-trl/.ready:
+	test -x .venv-trl/bin/python || python3 -m venv .venv-trl
+	.venv-trl/bin/python -m pip install -qq torch==2.13.0
+	.venv-trl/bin/python -m pip install -qq trl==1.12.0 transformers==5.24.0 psutil pandas
+	touch $@
 
 # The op tests on each instruction set, and on kernels built with ASan and UBSan; OPS is a part.
 OPS := $(wildcard tests/test_*.py)
