@@ -59,6 +59,7 @@ def prepare() -> dict[str, Path]:
     fixed, varied = RUNS / "fixed", RUNS / "varied"
 
     torch.manual_seed(0)
+    special = ("pad", "bos", "eos")
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=256,
@@ -66,9 +67,7 @@ def prepare() -> dict[str, Path]:
         num_hidden_layers=4,
         num_attention_heads=4,
         max_position_embeddings=PROMPT + RESPONSE + 8,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in special},
     )
     policy = AutoModelForCausalLM.from_config(config)
     config.num_labels = 1
