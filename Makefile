@@ -1,5 +1,5 @@
-# make demo | test | crash-test | bench | lint | types | capabilities | sanitize | kernel-report
-#      triton | interpreted | cuda-on-cpu | gpu-check | venv
+# make demo | test | crash-test | bench | bench-trl | lint | types | capabilities | sanitize
+#      triton | interpreted | cuda-on-cpu | kernel-report | gpu-check | venv
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -9,8 +9,8 @@ DEMO_DATA := trainer/presets/demo-requirements.txt
 CSRC := $(wildcard csrc/* csrc/*/*)
 HARNESS := $(wildcard tests/cuda_on_cpu/*)
 
-.PHONY: demo test crash-test bench lint types capabilities sanitize kernel-report triton
-.PHONY: interpreted cuda-on-cpu gpu-check venv
+.PHONY: demo test crash-test bench bench-trl lint types capabilities sanitize triton
+.PHONY: interpreted cuda-on-cpu kernel-report gpu-check venv
 
 demo:
 	@start=$$(date +%s); $(MAKE) --silent $(READY); seconds=$$(($$(date +%s) - start)); \
@@ -28,6 +28,16 @@ crash-test: $(READY)
 bench: $(READY)
 	mkdir -p runs/bench
 	$(PYTHON) -m pytest -q $(or $(BENCH),benchmarks) --benchmark-json=runs/bench/bench.json
+
+# PPO's update beside TRL's, in an environment of its own; writes runs/bench/trl.json.
+bench-trl: $(READY) .venv-trl/.ready
+	$(PYTHON) -m benchmarks.against_trl
+
+.venv-trl/.ready:
+	test -x .venv-trl/bin/python || python3 -m venv .venv-trl
+	.venv-trl/bin/python -m pip install -qq torch==2.13.0
+	.venv-trl/bin/python -m pip install -qq trl==1.12.0 transformers==5.24.0 psutil pandas
+	touch $@
 
 # The op tests on each instruction set, and on kernels built with ASan and UBSan; OPS is a part.
 OPS := $(wildcard tests/test_*.py)
