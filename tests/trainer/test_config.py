@@ -112,7 +112,9 @@ SFT: dict[str, Change] = SUPERVISED | {
     "scratch": ({}, {"scratch": Scratch(width=32, layers=2, heads=2, vocab_size=280)}),
 }
 REWARD: dict[str, Change] = SUPERVISED | {"pairs_per_step": ({}, {"pairs_per_step": 4})}
+# steps so large that the sampled KL is above 0
 ADAPTIVE = {"kl_controller": "adaptive", "kl_horizon_episodes": 100, "updates": 3}
+ADAPTIVE |= {"learning_rate": 1e-2}
 PPO: dict[str, Change] = COMMON | {
     "prompt_tokens": ({}, {"prompt_tokens": 3}),
     "critic": ({}, {"critic": ""}),
