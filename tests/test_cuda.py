@@ -23,7 +23,7 @@ WIDE = {
     "logprob.reduce_kernel": 8,
     "logprob.gradient_kernel": 8 + 4,
     "logprob.move_up_kernel<uint4>": 8 + 8,
-    "gae.gae_kernel": 8,
+    "gae.gae_kernel": 3 + 2,
 }
 
 

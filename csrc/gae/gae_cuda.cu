@@ -9,7 +9,8 @@
 // one. Where sequences lie side by side in memory, the lanes of a warp walk along sequences of
 // their own, and a team has one lane of each warp. Maps are in double precision: a scan adds up
 // what the recursion does not, and is not to overflow or round where that would not. Its order
-// depends on layout and sizes alone.
+// depends on sizes and on where the results lie (packed, on the mean length), so that a sequence
+// among others is the same as alone to the rounding of doubles.
 
 #include <algorithm>
 #include <cstdint>
