@@ -128,11 +128,10 @@ struct Place {
   int low, high;
 
   __device__ Place(int64_t row, int64_t first, int64_t begin, int64_t end)
-      : row(row),
-        first(first),
-        low(first < begin ? kSteps : 0),
-        high(static_cast<int>(min(end - first, int64_t{kSteps}))) {
-    if (low) low = static_cast<int>(min(begin - first, int64_t{kSteps}));
+      : row(row), first(first), low(clamped(begin - first)), high(clamped(end - first)) {}
+
+  __device__ static int clamped(int64_t step) {
+    return step > 0 ? static_cast<int>(min(step, int64_t{kSteps})) : 0;
   }
 
   __device__ bool has(int k) const { return low <= k && k < high; }
