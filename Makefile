@@ -73,7 +73,8 @@ cuda-on-cpu: $(READY)
 	$(PYTHON) tests/cuda_on_cpu/build.py --sanitize
 	$(ON_CPU)/sanitize $(SANITIZERS) $(CUDA_TESTS)
 
-# Registers, stack and loads of every Triton kernel; needs no GPU.
+# Registers, stack and loads of every Triton and CUDA kernel, and the least time that the ops take
+# by a GPU's bandwidth; needs no GPU.
 kernel-report: $(TRITON)
 	$(PYTHON) -m benchmarks.kernel_report
 

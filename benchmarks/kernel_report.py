@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime import jit
 
+from benchmarks import cuda_report, roofline
 from ppokern.gae import kernel_triton as gae
 from ppokern.linear import kernel_triton as linear
 from ppokern.linear.reference import Chunk, Head, Plan
@@ -266,6 +267,8 @@ def main() -> None:
         for arch in archs:
             numbers = compiled(launch, arch)[:-1]
             print(f"{name:32} {label:22} {arch:<4} {' '.join(f'{x:9}' for x in numbers)}")
+    cuda_report.report(archs)
+    roofline.report()
 
 
 if __name__ == "__main__":

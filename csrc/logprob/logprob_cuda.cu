@@ -18,9 +18,10 @@ namespace {
 
 constexpr int kSegment = 4096;
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+// blocks of a multiprocessor: more would leave a thread too few registers
 template <bool kSoftcap>
-constexpr int kResident =
-    kSoftcap ? 3 : 4;  // blocks of a multiprocessor: that tanh finds registers
+constexpr int kReducing = kSoftcap ? 3 : 4;
+constexpr int kWriting = 3;
 
 // What the warps of a grid do in turn: pieces of rows, row by row.
 struct Items {
@@ -46,7 +47,7 @@ struct Items {
 };
 
 template <bool kEntropy, bool kSoftcap, class T>
-__global__ void __launch_bounds__(kThreads, kResident<kSoftcap>)
+__global__ void __launch_bounds__(kThreads, kReducing<kSoftcap>)
     reduce_kernel(TokenLogits tokens, int segments, float4* partials) {
   const int size = tokens.vocab_size;
   for (Items items(tokens.rows, segments); items.more(); items.next()) {
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <bool kEntropy, bool kSoftcap, class T>
-__global__ void __launch_bounds__(kThreads, kResident<kSoftcap>)
+__global__ void __launch_bounds__(kThreads, kWriting)
     gradient_kernel(LogprobBackwardArgs args, int pieces) {
   const TokenLogits& tokens = args.tokens;
   const int size = tokens.vocab_size, width = args.width;
@@ -158,7 +159,7 @@ void logprob_forward_cuda(const LogprobForwardArgs& args, float* partials, void*
   with_types(tokens, args.entropy.data, [&](auto entropy, auto softcap, auto type) {
     using T = decltype(type);
     constexpr bool kEntropy = decltype(entropy)::value, kSoftcap = decltype(softcap)::value;
-    const int blocks = blocks_for(tokens.rows * segments, kResident<kSoftcap>);
+    const int blocks = blocks_for(tokens.rows * segments, kReducing<kSoftcap>);
     launch<reduce_kernel<kEntropy, kSoftcap, T>>(blocks, kThreads, 0, stream, tokens, segments, to);
     launch<finish_kernel<T>>(blocks_for(tokens.rows, 8), kThreads, 0, stream, args, segments, to);
   });
@@ -175,7 +176,7 @@ void logprob_backward_cuda(const LogprobBackwardArgs& args, void* stream) {
     const bool aligned = is_aligned(args.out, sizeof(T));
     const int64_t columns = args.width + (aligned ? 0 : kVector<T> - 1);
     const int pieces = (columns + kSegment - 1) / kSegment;
-    const int blocks = blocks_for(tokens.rows * pieces, kResident<kSoftcap>);
+    const int blocks = blocks_for(tokens.rows * pieces, kWriting);
     launch<gradient_kernel<kEntropy, kSoftcap, T>>(blocks, kThreads, 0, stream, args, pieces);
   });
   if (args.compact)

@@ -157,7 +157,7 @@ constexpr int kMovers = 256;
 // Moves the rows that are taken up to the first ones, a thread a column: reads go before the writes
 // of rows above them, so that no row is overwritten before it is read.
 template <class Unit, class Taken>
-__global__ void __launch_bounds__(kMovers)
+__global__ void __launch_bounds__(kMovers, 4)
     move_up_kernel(Taken is_taken, int64_t rows, Rows out, int element_bytes, int64_t units) {
   constexpr int kRows = 8;
   const int64_t column = int64_t{blockIdx.x} * kMovers + threadIdx.x;
