@@ -28,7 +28,7 @@ bench: $(READY)
 # The op tests on each instruction set, and on kernels built with ASan and UBSan; OPS is a part.
 OPS := $(wildcard tests/test_*.py)
 OPS := $(filter-out tests/test_packaging.py tests/test_readme.py tests/test_triton.py,$(OPS))
-OPS := $(filter-out tests/test_cuda_on_cpu.py tests/test_cuda.py,$(OPS))
+OPS := $(filter-out tests/test_cuda.py tests/test_cuda_on_cpu.py,$(OPS))
 SANITIZED := build/sanitize/lib
 SANITIZERS = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0
@@ -66,10 +66,11 @@ CUDA_TESTS := $(PYTHON) -m pytest -q -k cuda $(OPS)
 
 cuda-on-cpu: $(READY)
 	$(PYTHON) -m pytest -q tests/test_cuda_on_cpu.py
-	$(PYTHON) tests/cuda_on_cpu/build.py --sanitize
+	$(PYTHON) tests/cuda_on_cpu/build.py
 	$(ON_CPU)/plain $(CUDA_TESTS)
 	$(ON_CPU)/plain PPOKERN_CUDA_ON_CPU_ORDER=descending $(CUDA_TESTS) --sample 20
 	$(ON_CPU)/plain PPOKERN_CUDA_ON_CPU_ORDER=random $(CUDA_TESTS) --sample 20
+	$(PYTHON) tests/cuda_on_cpu/build.py --sanitize
 	$(ON_CPU)/sanitize $(SANITIZERS) $(CUDA_TESTS)
 
 # Registers, stack and loads of every Triton and CUDA kernel, and the least time that the ops take
