@@ -32,8 +32,11 @@ from ppokern.linear.reference import Chunk, Head, Plan
 from ppokern.logprob import kernel_triton as logprob
 from ppokern.ppo_loss import kernel_triton as ppo_loss
 from ppokern.ppo_loss.reference import Inputs, Options, TokenSlopes
+from ppokern.reward import kernel_triton as reward
 
 ARCHS = (80, 90, 100)
+AMD = "gfx942"  # MI300
+FIELDS = (r"\.vgpr_count", r"\.private_segment_fixed_size")  # of its assembly
 OPTIONS = ("num_warps", "maxnreg")
 TOOLS = Path(str(triton.__file__)).parent / "backends/nvidia/bin"
 REGISTERS, THREADS = 65536, 2048  # of a multiprocessor
@@ -67,8 +70,13 @@ class Compiled(NamedTuple):
 
 
 @cache
-def _backend(arch: int) -> Any:
-    return make_backend(GPUTarget("cuda", arch, 32))
+def _backend(arch: int | str) -> Any:
+    return make_backend(_target(arch))
+
+
+def _target(arch: int | str) -> GPUTarget:
+    on_amd = isinstance(arch, str)
+    return GPUTarget("hip", arch, 64) if on_amd else GPUTarget("cuda", arch, 32)
 
 
 @contextmanager
@@ -94,8 +102,7 @@ def recorded() -> Iterator[list[Launch]]:
         jit.JITFunction.run = original
 
 
-def compiled(launch: Launch, arch: int) -> Compiled:
-    """Compile a launch for an architecture and look at what came out."""
+def _compile(launch: Launch, arch: int | str) -> Any:
     names = [p.name for p in launch.kernel.params]
     kinds = [kind for kind, _ in launch.specialization]
     constants = {(i,): launch.constants[i] for i, k in enumerate(kinds) if k == "constexpr"}
@@ -105,11 +112,24 @@ def compiled(launch: Launch, arch: int) -> Compiled:
         if isinstance(hint, str)
     }
     source = ASTSource(launch.kernel, dict(zip(names, kinds, strict=True)), constants, hints)
-    result = triton.compile(
-        source,
-        target=GPUTarget("cuda", arch, 32),
-        options=dict(zip(OPTIONS, launch[-2:], strict=True)),
-    )
+    options = dict(zip(OPTIONS, launch[-2:], strict=True))
+    if arch == AMD:
+        options["num_warps"] = min(launch.warps, 8)  # of 64 lanes, as the launchers have them there
+    return triton.compile(source, target=_target(arch), options=options)
+
+
+def compiled_for_amd(launch: Launch) -> tuple[int, int, int]:
+    """Compile a launch for an AMD GPU; return registers, bytes of stack and shared memory."""
+    result = _compile(launch, AMD)
+    code = result.asm["amdgcn"]
+    found = (re.search(rf"{field}: +(\d+)", code) for field in FIELDS)
+    registers, stack = (int(match[1]) if match else -1 for match in found)
+    return registers, stack, result.metadata.shared
+
+
+def compiled(launch: Launch, arch: int) -> Compiled:
+    """Compile a launch for an architecture and look at what came out."""
+    result = _compile(launch, arch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])
         file.flush()
@@ -164,7 +184,7 @@ def logprob_calls(n: int = 3, v: int = 8192, temperature: float = 0.7) -> dict[s
 def linear_calls(n: int = 3, v: int = 5 * 4096, coef: float = 0.1) -> dict[str, Callable]:
     """Calls of the loss's pass over logits, from the least to all that can be asked for."""
 
-    def call(dtype: torch.dtype, width: int, everything: bool) -> None:
+    def call(dtype: torch.dtype, width: int, everything: bool, softcap: float | None) -> None:
         x, mask = torch.zeros(n), torch.ones(n, dtype=torch.bool)
         terms = {"old_logprobs": x, "advantages": x}
         terms |= {"weights": x, "ref_logprobs": x} if everything else {}
@@ -172,7 +192,7 @@ def linear_calls(n: int = 3, v: int = 5 * 4096, coef: float = 0.1) -> dict[str, 
         options = Options(coef, coef, None, False, 20.0, "sum", own, own, "k3", None, 1.0)
         slopes = TokenSlopes(Inputs(**terms), options, mask, torch.float32)
         weight, at = torch.zeros(width, 1, dtype=dtype), torch.ones(n if everything else ())
-        head = Head(weight, None, at, 30.0 if everything else None, width, torch.float32)
+        head = Head(weight, None, at, softcap, width, torch.float32)
         how = Plan(None, mask, everything, dtype, n, width, width, True)
         logits = torch.zeros(n, width, dtype=dtype)
         rows = torch.arange(n) if everything else slice(0, n)
@@ -181,15 +201,16 @@ def linear_calls(n: int = 3, v: int = 5 * 4096, coef: float = 0.1) -> dict[str, 
             x, x if everything else None,
         )  # fmt: skip
 
+    softcaps = {"": None, " entropy": None, " all": 30.0}
     return {
-        f"{str(dtype)[6:]} {word}{' all' if everything else ''}": (
-            lambda d=dtype, w=width, e=everything: call(d, w, e)
+        f"{str(dtype)[6:]} {word}{more}": (
+            lambda d=dtype, w=width, m=more: call(d, w, m != "", softcaps[m])
         )
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
         for word, width in {"aligned": v, "odd": v + 1, "long": 8 * v, "narrow": 64}.items()
-        for everything in (False, True)
-        if everything or word != "narrow"
-        if dtype != torch.float16 or (everything and word == "aligned")
+        for more in softcaps
+        if more or word != "narrow"
+        if dtype != torch.float16 or (more == " all" and word == "aligned")
     }
 
 
@@ -243,11 +264,45 @@ def ppo_loss_calls(b: int = 3, t: int = 200, clip: float = 0.2) -> dict[str, Cal
     }
 
 
+def whiten_calls(b: int = 3, t: int = 200, eps: float = 1e-8) -> dict[str, Callable]:
+    """Calls with and without a mask."""
+
+    def call(masked: bool) -> None:
+        x, mask = torch.zeros(b, t), torch.ones(b, t, dtype=torch.bool)
+        gae.whiten(x, mask if masked else None, not masked, eps, 1.0, None)
+
+    return {"whiten": lambda: call(False), "whiten all": lambda: call(True)}
+
+
+def reward_calls(b: int = 3, t: int = 200, kl_coef: float = 0.1) -> dict[str, Callable]:
+    """Calls for short, long and packed sequences."""
+
+    def call(length: int, everything: bool, packed: bool = False) -> None:
+        x, scores = torch.zeros(b, length), torch.zeros(b)
+        mask = torch.ones(b, length, dtype=torch.bool)
+        given = torch.ones(b, dtype=torch.bool) if everything else None
+        offsets = torch.arange(b + 1) * length if packed else None
+        if packed:
+            x, mask = x.view(-1), mask.view(-1)
+        reward.shaped_rewards(
+            scores, x, x, mask if everything else None, given, x if everything else None, offsets,
+            kl_coef, "k3",
+        )  # fmt: skip
+
+    return {
+        "short": lambda: call(40, False),
+        "long": lambda: call(t, False),
+        "long all": lambda: call(t, True),
+        "packed all": lambda: call(t, True, True),
+    }
+
+
 def configurations() -> dict[tuple[str, str], Launch]:
     """Return every different launch, by kernel and the first call that made it."""
     found: dict[Launch, tuple[str, str]] = {}
-    for calls in (logprob_calls(), linear_calls(), gae_calls(), ppo_loss_calls()):
-        for label, call in calls.items():
+    rooms = (logprob_calls, linear_calls, gae_calls, whiten_calls, ppo_loss_calls, reward_calls)
+    for calls in rooms:
+        for label, call in calls().items():
             with recorded() as launches:
                 call()
             for launch in launches:
@@ -258,16 +313,19 @@ def configurations() -> dict[tuple[str, str], Launch]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arch", type=int, choices=ARCHS, action="append")
-    archs = parser.parse_args().arch or ARCHS
+    parser.add_argument("--arch", choices=[*map(str, ARCHS), AMD], action="append")
+    wanted = parser.parse_args().arch
     print(f"triton {triton.__version__}")
     titles = ("registers", "stack", "shared", "resident", "wide", "narrow")
-    print(f"{'kernel':32} {'first call':22} sm_  {' '.join(f'{t:>9}' for t in titles)}")
+    print(f"{'kernel':26} {'first call':24} {'':6} {' '.join(f'{t:>9}' for t in titles)}")
     for (name, label), launch in configurations().items():
-        for arch in archs:
-            numbers = compiled(launch, arch)[:-1]
-            print(f"{name:32} {label:22} {arch:<4} {' '.join(f'{x:9}' for x in numbers)}")
-    cuda_report.report(archs)
+        for arch in (*ARCHS, AMD):
+            if wanted and str(arch) not in wanted:
+                continue
+            on_amd = isinstance(arch, str)
+            numbers = compiled_for_amd(launch) if on_amd else compiled(launch, arch)[:-1]
+            print(f"{name:26} {label:24} {arch:<6} {' '.join(f'{x:9}' for x in numbers)}")
+    cuda_report.report([arch for arch in ARCHS if not wanted or str(arch) in wanted])
     roofline.report()
 
 

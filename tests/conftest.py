@@ -27,6 +27,9 @@ INTERPRETED = {
     ("ppokern.linear.kernel_triton", "LONG"): (2**15, 8, 1),
     ("ppokern.gae.kernel_triton", "SHORT"): (4, 4),
     ("ppokern.gae.kernel_triton", "LONG"): (1, 32),
+    ("ppokern.gae.kernel_triton", "PARTIALS"): 1,
+    ("ppokern.reward.kernel_triton", "SHORT"): (4, 4),
+    ("ppokern.reward.kernel_triton", "LONG"): (1, 4),
 }
 
 

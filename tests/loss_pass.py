@@ -43,9 +43,9 @@ def run(loss_pass: Any, logits: Tensor, ids: Tensor, terms: dict[str, Tensor], *
     chunk = Chunk(rows, logits.new_empty(n, 1), logits, at if at.dim() == 0 else at[rows])
     logprobs, entropy = torch.zeros(N, dtype=dtype), torch.zeros(N, dtype=dtype)
     slopes = TokenSlopes(Inputs(**terms), o, valid, dtype)
-    used = loss_pass(chunk, head, how, ids, slopes, logprobs, entropy)
-    used = torch.ones(n, dtype=torch.bool) if used is None else used
-    return logprobs, entropy, used, logits[: int(used.sum())]
+    kept = loss_pass(chunk, head, how, ids, slopes, logprobs, entropy)
+    kept = torch.arange(n) if kept is None else kept
+    return logprobs, entropy, kept, logits[: len(kept)]
 
 
 def close(mine: Any, exact: Any) -> None:

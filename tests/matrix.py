@@ -23,6 +23,6 @@ class Can(NamedTuple):
 CAN = {
     "torch": Can(OPS, FLOATS),
     "cpu": Can(("logprob", "linear", "gae", "ppo_loss"), FLOATS[:3]),
-    "triton": Can(("logprob", "linear", "gae", "ppo_loss"), FLOATS[:3], TRITON_DEVICE),
+    "triton": Can(OPS[:-1], FLOATS[:3], TRITON_DEVICE),
     "cuda": Can(("logprob", "linear", "gae", "ppo_loss"), FLOATS[:3], CUDA_DEVICE),
 }

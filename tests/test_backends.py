@@ -55,7 +55,7 @@ def test_an_absent_backend_is_an_error(name: str) -> None:
         ppokern.selected_logprobs(torch.zeros(1, 4), torch.tensor([2]))
 
 
-WITH_KERNELS = ("logprob", "linear", "gae", "ppo_loss")  # the others have one form for all
+WITH_KERNELS = ("logprob", "linear", "gae", "ppo_loss")  # the others are plain torch on the CPU
 
 
 def op_of(name: str) -> str:

@@ -38,7 +38,7 @@ def test_equals_two_passes(v: int, options: dict[str, Any]) -> None:
     exact = run(TWO_PASSES, logits[rows], ids, terms, **options)
     close(run(kernel_native.loss_pass, logits[rows], ids, terms, **options), exact)
     if v > 1 and not options:
-        assert 0 < exact[2].sum() < N, "some rows have no slope"
+        assert 0 < len(exact[2]) < N, "some rows have no slope"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -47,10 +47,11 @@ def test_equals_two_passes(v: int, options: dict[str, Any]) -> None:
     exact = run(TWO_PASSES, logits[rows], ids, terms, **options)
     close(run(kernel_triton.loss_pass, logits[rows], ids, terms, **options), exact)
     if v > 1 and not options:
-        assert 0 < exact[2].sum() < N, "some rows have no slope"
+        assert 0 < len(exact[2]) < N, "some rows have no slope"
 
 
-def test_forbidden_tokens_and_ids_out_of_range() -> None:
+@pytest.mark.parametrize("compact", [True, False])
+def test_forbidden_tokens_and_ids_out_of_range(compact: bool) -> None:
     logits, ids, terms = draw(200)
     logits[0, 32:64] = -torch.inf
     logits[1, : ids[1]], logits[1, ids[1] + 1 :] = -torch.inf, -torch.inf  # it alone is left
@@ -60,7 +61,8 @@ def test_forbidden_tokens_and_ids_out_of_range() -> None:
     logits[6, 150] = torch.inf
     logits[7, 3] = torch.nan
     logits[8, 64:] *= 1e37
-    options: dict[str, Any] = {"entropy_coef": 0.1, "temperature": torch.tensor(0.5)}
+    options: dict[str, Any] = {"temperature": torch.tensor(0.5), "compact": compact}
+    options["entropy_coef"] = 0.1
     mine, exact = (
         run(k, logits, ids, terms, **options) for k in (kernel_triton.loss_pass, TWO_PASSES)
     )
@@ -68,8 +70,9 @@ def test_forbidden_tokens_and_ids_out_of_range() -> None:
     assert mine[0].isnan().nonzero().flatten().tolist() == [4, 5, 6, 7]
 
 
-def test_a_row_alone_and_among_others() -> None:
-    logits, ids, terms = draw(300)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_alone_and_among_others(dtype: torch.dtype) -> None:
+    logits, ids, terms = draw(300, dtype)
     options: dict[str, Any] = {"entropy_coef": 0.1, "compact": False}
     whole = run(kernel_triton.loss_pass, logits, ids, terms, **options)
     for i in range(N):

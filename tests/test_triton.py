@@ -26,6 +26,8 @@ ROOMS = (
     "linear_loss",
     "gae",
     "ppo_loss",
+    "whiten",
+    "reward",
     "token_math_triton",
     "logprob_triton",
     "linear_triton",
@@ -118,6 +120,15 @@ def test_every_configuration_compiles(name: tuple[str, str], arch: int) -> None:
     assert not re.search(r"\b(atom|red)\.", code.ptx), "sums in no fixed order"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(len(ARCHS) == 1, reason="make triton compiles for all")
+@pytest.mark.parametrize("name", LAUNCHES if not INTERPRETED else (), ids=": ".join)
+def test_every_configuration_compiles_for_amd(name: tuple[str, str]) -> None:
+    registers, stack, shared = report.compiled_for_amd(LAUNCHES[name])
+    assert 0 < registers <= 256 and stack == 0
+    assert shared <= 16 * 1024
+
+
 def keys(calls: Callable[..., dict[str, Callable]], *sizes: float) -> set:
     with report.recorded() as launches:
         for call in calls(*sizes).values():
@@ -125,7 +136,17 @@ def keys(calls: Callable[..., dict[str, Callable]], *sizes: float) -> set:
     return set(launches)
 
 
-@pytest.mark.parametrize("calls", ["logprob_calls", "linear_calls", "gae_calls", "ppo_loss_calls"])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "logprob_calls",
+        "linear_calls",
+        "gae_calls",
+        "whiten_calls",
+        "ppo_loss_calls",
+        "reward_calls",
+    ],
+)
 def test_nothing_is_compiled_anew_for_another_size(calls: str) -> None:
     """Over 20 shapes and numbers, those that Triton looks at among them: 1, and multiples of 16."""
     make = getattr(report, calls)

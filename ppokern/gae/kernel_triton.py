@@ -1,16 +1,23 @@
-"""Advantages in Triton, for every layout without a copy.
+"""Advantages and their whitening in Triton.
 
-Bytes moved per transition: 8 read and 8 written in float32, one more for each of mask and flags,
-four for next values; with a mask each value is read twice, the second time from cache.
+Advantages, for every layout without a copy. Bytes moved per transition: 8 read and 8 written in
+float32, one more for each of mask and flags, four for next values; with a mask each value is read
+twice, the second time from cache.
 
 The recursion is a composition of affine maps, so a tile of sequences is one associative scan along
 time, from the end backwards; a second one, where there is a mask, carries the next unmasked value
 to where it is needed. Long sequences take several tiles, each with what the one behind it left.
 The scan runs in float64, since it adds up what the recursion does not: nothing overflows that would
 not there, and the tree leaves no trace in float32.
+
+Whitening. Bytes moved per value, in float32: 4 read for count, mean and squares, 4 read and 4
+written to apply them; twice one more with a mask. A lane adds up differences from its first value,
+in float64, so that a large mean takes nothing from a small spread; lanes, programs and ranks then
+combine what they have about the mean of all, in one order.
 """
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +28,9 @@ from ppokern.gae import reference
 
 SHORT, LONG = (16, 64), (1, 1024)  # sequences and steps of a tile: 4 transitions a thread
 WARPS = 8
+BLOCK = 512  # values that are whitened at a time: 2 a thread, with three sums for each
+RESIDENT = 4  # programs of a multiprocessor that do so
+PARTIALS = 64  # read at a time to finish
 
 
 @triton.jit
@@ -222,3 +232,139 @@ def gae(
         returns.masked_fill_(malformed, torch.nan)
     finite = not check or bool((advantages.isfinite() & returns.isfinite()).all())
     return advantages, returns, finite
+
+
+@triton.jit
+def _valid(mask, at, values):
+    """Return which positions are there and unmasked."""
+    valid = at < values
+    if mask is not None:
+        valid &= tl.load(mask + at, valid, other=0) != 0
+    return valid
+
+
+@triton.jit
+def _combined(count, mean, squares):
+    """Return count, mean and squares about it of parts, ``(n,)`` each, taken together."""
+    total = tl.sum(count, 0)
+    middle = tl.sum(count * mean, 0) / tl.maximum(total, 1.0)
+    away = mean - middle
+    return total, middle, tl.sum(squares + count * away * away, 0)
+
+
+@triton.jit
+def _store_moments(moments, count, mean, squares):
+    tl.store(moments, count)
+    tl.store(moments + 1, mean)
+    tl.store(moments + 2, squares)
+
+
+@triton.jit(do_not_specialize=["x", "mask", "values", "partials"])
+def moments_kernel(x, mask, values: tl.int64, partials, BLOCK: tl.constexpr):
+    """Write count, mean and squares of a program's values."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    first, count = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+    sums, squares = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
+    for begin in range(start, values, tl.num_programs(0).to(tl.int64) * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        valid = _valid(mask, at, values)
+        value = tl.load(x + at, valid, other=0.0).to(tl.float32)
+        first = tl.where(count == 0, value, first)
+        away = tl.where(valid, value.to(tl.float64) - first.to(tl.float64), 0.0)
+        sums += away
+        squares += away * away
+        count += valid.to(tl.int32)
+    counts = count.to(tl.float64)
+    mean = sums / tl.maximum(counts, 1.0)
+    squares -= sums * mean
+    squares = tl.where(squares < 0.0, 0.0, squares)  # NaN stays
+    at = partials + 3 * tl.program_id(0)
+    _store_moments(at, *_combined(counts, first.to(tl.float64) + mean, squares))
+
+
+@triton.jit(do_not_specialize=["partials", "programs", "moments"])
+def finish_kernel(partials, programs: tl.int32, moments, BLOCK: tl.constexpr):
+    """Combine the programs' moments."""
+    count, mean = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
+    squares = tl.zeros([BLOCK], tl.float64)
+    for begin in range(0, programs, BLOCK):
+        program = begin + tl.arange(0, BLOCK)
+        at, there = partials + 3 * program, program < programs
+        more, middle = tl.load(at, there, other=0.0), tl.load(at + 1, there, other=0.0)
+        total, away = count + more, middle - mean
+        share = more / tl.maximum(total, 1.0)
+        squares += tl.load(at + 2, there, other=0.0) + away * away * count * share
+        mean += away * share
+        count = total
+    _store_moments(moments, *_combined(count, mean, squares))
+
+
+@triton.jit(do_not_specialize=["x", "mask", "values", "moments", "out"])
+def whiten_kernel(
+    x,
+    mask,
+    values: tl.int64,
+    moments,
+    eps: tl.float64,
+    correction: tl.float64,
+    out,
+    SHIFT_MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Whiten one block after the other: `reference.whiten` from the mean on."""
+    count, mean64, squares = tl.load(moments), tl.load(moments + 1), tl.load(moments + 2)
+    mean = mean64.to(tl.float32)
+    variance = squares / tl.maximum(count - correction, 1.0)
+    tiny = 1.1920928955078125e-07 * tl.abs(mean).to(tl.float64)
+    equal = squares <= count * tiny * tiny
+    flat = equal | (count <= correction)
+    spread = tl.where(flat, 1.0, variance + eps)
+    scale = (1.0 / tl.sqrt(spread)).to(tl.float32)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    for begin in range(start, values, tl.num_programs(0).to(tl.int64) * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        valid = _valid(mask, at, values)
+        value = tl.load(x + at, valid, other=0.0).to(tl.float32)
+        white = tl.where(equal, 0.0, value - mean) * scale
+        if not SHIFT_MEAN:
+            white = tl.where(flat, value, white + mean)
+        tl.store(out + at, tl.where(valid, white, 0.0), at < values)
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor | None,
+    shift_mean: bool,
+    eps: float,
+    correction: float,
+    group: "dist.ProcessGroup | None",
+) -> Tensor:
+    """Whiten over unmasked positions and all ranks of `group`."""
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    values = x.numel()
+    if values == 0 and group is None:
+        return out
+    x, mask = x.contiguous(), None if mask is None else mask.contiguous()
+    programs = max(1, min(triton.cdiv(values, BLOCK), _launch.resident(x.device, RESIDENT)))
+    partials = torch.empty((programs, 3), dtype=torch.float64, device=x.device)
+    moments = partials.new_empty(3)
+    with _launch.on_device_of(x):
+        moments_kernel[(programs,)](x, mask, values, partials, BLOCK=BLOCK, num_warps=WARPS)
+        finish_kernel[(1,)](partials, programs, moments, BLOCK=PARTIALS, num_warps=2)
+        if group is not None:
+            moments = _of_all_ranks(moments, group)
+        whiten_kernel[(programs,)](
+            x, mask, values, moments, eps, correction, out, SHIFT_MEAN=shift_mean,
+            BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return out
+
+
+def _of_all_ranks(moments: Tensor, group: dist.ProcessGroup) -> Tensor:
+    count, mean, squares = moments.unbind()
+    sums = torch.stack([count, count * mean])
+    dist.all_reduce(sums, group=group)
+    middle = sums[1] / sums[0].clamp(min=1)
+    squares = squares + count * (mean - middle).square()
+    dist.all_reduce(squares, group=group)
+    return torch.stack([sums[0], middle, squares])

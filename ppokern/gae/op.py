@@ -18,6 +18,11 @@ KERNELS = {
     "cuda": partial(kernel_native.gae, on_cuda=True),
     "triton": "ppokern.gae.kernel_triton:gae",
 }
+WHITEN_KERNELS = {
+    "torch": reference.whiten,
+    "cpu": reference.whiten,  # torch's own reductions are at the memory's speed
+    "triton": "ppokern.gae.kernel_triton:whiten",
+}
 
 
 class Advantages(NamedTuple):
@@ -228,9 +233,10 @@ def gae(
 
 
 def _whiten(
-    x: Tensor, mask: Tensor | None, shift_mean: bool, eps: float, correction: float
+    x: Tensor, mask: Tensor | None, shift_mean: bool, eps: float, correction: float, backend: str
 ) -> Tensor:
-    return reference.whiten(x, mask, shift_mean, eps, correction)
+    kernel = _backend.select("whiten", WHITEN_KERNELS, backend, x.device, _check.arithmetic(x))
+    return kernel(x, mask, shift_mean, eps, correction, None)
 
 
 def _whiten_fake(x: Tensor, *rest: Any) -> Tensor:
@@ -279,6 +285,10 @@ def whiten(
     _check.number("eps", eps, 0)
     _check.number("correction", correction, 0)
     options = bool(shift_mean), float(eps), float(correction)
-    if group is not None:  # a schema has no process groups; the compiler knows collectives
+    backend = _backend.asked_for()
+    if group is None:
+        return _whiten_op(x.detach(), mask, *options, backend)
+    if torch.compiler.is_compiling():  # a schema has no process groups; it knows collectives
         return reference.whiten(x.detach(), mask, *options, group)
-    return _whiten_op(x.detach(), mask, *options)
+    kernel = _backend.select("whiten", WHITEN_KERNELS, backend, x.device, _check.arithmetic(x))
+    return kernel(x.detach(), mask, *options, group)

@@ -3,10 +3,11 @@
 Bytes moved per logit: one read and one write of memory, and a read from the L2 cache; compact, a
 second read and write of rows that move. Everything else is per row.
 
-A program takes one row at a time: it reduces it, computes its token's slope, and goes through the
-row again, from its end, while that is still in the cache. A lane adds up every 2048th logit (in
-long rows every 4096th) with a running maximum of its own; one tree combines the lanes. So nobody
-waits for anybody within the first pass, and a row's bits hang on nothing but itself.
+A program takes one row at a time, or several narrow ones: it reduces it, computes its token's
+slope, and goes through the row again, from its end, while that is still in the cache. A lane adds
+up every 2048th logit (in long rows every 4096th) with a running maximum of its own; one tree
+combines the lanes. So nobody waits for anybody within the first pass, and a row's bits hang on
+nothing but itself.
 """
 
 import torch
@@ -18,15 +19,16 @@ from ppokern import _launch
 from ppokern import token_math_triton as tm
 from ppokern.linear import reference
 from ppokern.linear.reference import Chunk, Head, Plan
-from ppokern.logprob import kernel_triton as rows_of
+from ppokern.logprob import kernel_triton as passes
 from ppokern.ppo_loss import kernel_triton as losses
 from ppokern.ppo_loss.reference import TokenSlopes
 
+_AMD = torch.version.hip is not None
 # Logits of a tile (8 a thread, in 16 bits one vector), warps, programs of a multiprocessor: two
 # where their rows stay in the cache, so that one reads while the other adds up its lanes.
-SHORT, LONG = (2048, 8, 2), (4096, 16, 1)
+SHORT, LONG = (2048, 8, 2), (4096, 8 if _AMD else 16, 1)  # AMD's warps have 64 lanes
 # Registers of a thread that let those programs fit: asked for by itself, the compiler spills some.
-REGISTERS = {} if torch.version.hip else {"maxnreg": 128}  # a word that AMD's does not know
+REGISTERS = {} if _AMD else {"maxnreg": 128}  # a word that AMD's does not know
 TILES = 4  # read at a time, so that enough is under way while few rows are
 
 
@@ -107,11 +109,11 @@ def loss_kernel(
         number = first + row
         if numbers is not None:
             number = tl.load(numbers + row, inside, other=0)
-        token_id, taken = rows_of.taken_of(
+        token_id, taken = passes.taken_of(
             token_ids, id_stride, mask, mask_stride, number, inside & (number < tokens)
         )
-        start = rows_of.row_start(row, row_offsets, row_stride, inside, ALIGNED)
-        inverse = rows_of.inverse_of(temperature, temperatures, temperature_stride, number, taken)
+        start = passes.row_start(row, row_offsets, row_stride, inside, ALIGNED)
+        inverse = passes.inverse_of(temperature, temperatures, temperature_stride, number, taken)
         known = taken & (token_id >= 0) & (token_id < vocab_size)
         own = tl.load(logits + start + token_id, known, other=float("-inf")).to(tl.float32)
         if SOFTCAP:
@@ -120,21 +122,21 @@ def loss_kernel(
         own_column = tl.where(known, token_id, -1).to(tl.int32)
 
         # of each lane: maximum, sum, entropy sum
-        in_bits = inverse * rows_of.LOG2_E
+        in_bits = inverse * passes.LOG2_E
         tops = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
         sums, terms = tl.zeros(tops.shape, tl.float32), tl.zeros(tops.shape, tl.float32)
         width = tl.max(tl.where(taken, vocab_size, 0), 0)
         for begin in range(0, width, TILES * COLUMNS):
             column = begin + lane
-            z = rows_of.read(
+            z = passes.read(
                 logits, start[:, None, None], column, taken[:, None, None], vocab_size, ALIGNED
             )
             if SOFTCAP:
                 z = tm.softcap_logit(z, softcap)
             z = tl.where(column == own_column[:, None, None], float("-inf"), z)
             top = tl.maximum(tops, tl.max(z, 1))
-            base = rows_of.finite(top)
-            sums, terms = rows_of.from_other_maximum(
+            base = passes.finite(top)
+            sums, terms = passes.from_other_maximum(
                 tops, sums, terms, base, in_bits[:, None], ENTROPY
             )
             bits = tm.tempered_logit(z, base[:, None, :], in_bits[:, None, None])
@@ -143,7 +145,7 @@ def loss_kernel(
             if ENTROPY:
                 terms += tl.sum(tm.entropy_term(weight, bits), 1)
             tops = top
-        logprob, entropy, row_max, log_sum = rows_of.combine(
+        logprob, entropy, row_max, log_sum = passes.combine(
             tops, sums, terms, own, inverse, taken, known, ENTROPY
         )
         tl.store(logprobs + number, logprob, inside)
@@ -167,14 +169,14 @@ def loss_kernel(
         for behind in range(0, tl.cdiv(width, COLUMNS)):  # the last to be read is read first
             column = (tl.cdiv(width, COLUMNS) - 1 - behind) * COLUMNS
             column = column + tl.arange(0, COLUMNS)[None, :]
-            raw = rows_of.read(logits, start[:, None], column, live[:, None], vocab_size, ALIGNED)
-            grad = rows_of.gradient(
+            raw = passes.read(logits, start[:, None], column, live[:, None], vocab_size, ALIGNED)
+            grad = passes.gradient(
                 raw, column == own_column[:, None], row_max[:, None], log_sum[:, None],
                 inverse[:, None], logprob[:, None], entropy[:, None], of_logprob[:, None],
                 of_entropy, softcap, SOFTCAP,
             )  # fmt: skip
             grad = tl.where(live[:, None] & (column < vocab_size), grad, 0.0)
-            where = inside[:, None] & rows_of.whole(column, vocab_size, ALIGNED)
+            where = inside[:, None] & passes.whole(column, vocab_size, ALIGNED)
             at = logits + start[:, None] + column
             tl.store(at, tm.rounded(grad, logits.dtype.element_ty), where)
 
@@ -195,7 +197,7 @@ def loss_pass(
     """
     (rows, width), device = chunk.logits.shape, chunk.logits.device
     if rows < _launch.resident(device, 1) and width > SHORT[0]:
-        return reference.two_passes(rows_of, chunk, head, how, token_ids, slopes, logprobs, entropy)
+        return reference.two_passes(passes, chunk, head, how, token_ids, slopes, logprobs, entropy)
     fit = _launch.rows_in_cache(chunk.logits) >= _launch.resident(device, SHORT[2])
     tile, warps, programs = SHORT if fit else LONG
     columns = min(tile, triton.next_power_of_2(width))
@@ -210,7 +212,7 @@ def loss_pass(
     o = slopes.options
     with _launch.on_device_of(chunk.logits):
         loss_kernel[(min(triton.cdiv(rows, tile_rows), programs),)](
-            *rows_of.tokens_of(
+            *passes.tokens_of(
                 chunk.logits, token_ids, how.valid, head.temperature, head.softcap, width
             ),
             numbers, first, rows, slopes.scale, slopes.old_logprobs, slopes.advantages,
@@ -218,9 +220,10 @@ def loss_pass(
             torch.inf if o.dual_clip is None else o.dual_clip,
             torch.inf if o.log_ratio_limit is None else o.log_ratio_limit,
             o.entropy_coef, o.kl_coef, logprobs, entropy, used, SOFTCAP=head.softcap is not None,
-            BONUS=o.entropy_coef != 0, KL=o.kl_kind, ALIGNED=rows_of.aligned(chunk.logits),
+            BONUS=o.entropy_coef != 0, KL=o.kl_kind, ALIGNED=passes.aligned(chunk.logits),
             ROWS=tile_rows, TILES=tiles, COLUMNS=columns, num_warps=warps, **REGISTERS,
         )  # fmt: skip
-    if used is not None:
-        rows_of.move_up(chunk.logits, used)
-    return used
+    kept = None if used is None else reference.kept_rows(used)
+    if used is not None and kept is not None:
+        passes.move_up(chunk.logits, used)
+    return kept

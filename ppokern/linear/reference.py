@@ -161,11 +161,10 @@ def loss_gradients(
     entropy = torch.zeros_like(logprobs) if with_entropy else None
     gradients = Gradients(hidden, head, needed, how)
     for chunk in chunks(hidden, head, how):
-        used = loss_pass(chunk, head, how, token_ids, slopes, logprobs, entropy)
-        if used is None:
-            gradients.add(chunk.rows, chunk.logits, chunk.hidden)
+        kept, part = loss_pass(chunk, head, how, token_ids, slopes, logprobs, entropy), chunk.rows
+        if kept is None:
+            gradients.add(part, chunk.logits, chunk.hidden)
         else:
-            kept, part = used.nonzero().squeeze(-1), chunk.rows
             of_call = kept + part.start if isinstance(part, slice) else part[kept]
             gradients.add(of_call, chunk.logits[: len(kept)], chunk.hidden[kept])
     return logprobs, entropy, gradients.result()
@@ -194,7 +193,7 @@ def two_passes(
         entropy: the same, None without.
 
     Returns:
-        Which of the chunk's rows are left, None for all.
+        Which of the chunk's rows are left, in front of the others; None for all.
     """
     part, ids = chunk.rows, token_ids[chunk.rows]
     own_logprobs, own_entropy, found = _row_pass(
@@ -204,15 +203,22 @@ def two_passes(
     if entropy is not None:
         entropy[part] = own_entropy
     in_logprobs, in_entropy = slopes(own_logprobs, part)
-    use = how.valid[part]
+    use, kept = how.valid[part], None
     if how.compact:
         slope = in_logprobs if in_entropy is None else in_logprobs.abs() + in_entropy.abs()
         use = use & (slope != 0)
+        kept = kept_rows(use)
     kernel.backward(
         in_logprobs, in_entropy, chunk.logits, ids, use, chunk.temperature, head.softcap,
-        head.vocab_size, found, chunk.logits, compact=how.compact, block=how.block,
+        head.vocab_size, found, chunk.logits, compact=kept is not None, block=how.block,
     )  # fmt: skip
-    return use if how.compact else None
+    return kept
+
+
+def kept_rows(used: Tensor) -> Tensor | None:
+    """Return the numbers of the rows that are used, None for all; reads their count back."""
+    kept = used.nonzero().squeeze(-1)
+    return None if len(kept) == len(used) else kept
 
 
 class Gradients:

@@ -37,6 +37,7 @@ _TOKENS, _SEQUENCES, _LOSS = (tl.constexpr(i) for i in range(13, 16))
 
 @triton.jit
 def read(x, token, valid):
+    """Return tokens' values as float32, 0 where they are not valid."""
     return tl.load(x + token, valid, other=0.0).to(tl.float32)
 
 
@@ -57,6 +58,7 @@ def _span(cu_seqlens, length, tokens):
 
 @triton.jit
 def scaled(term, scale, valid):
+    """Return terms times their scale, of which 0 switches a term off."""
     return tl.where(valid & (scale != 0.0), scale * term, 0.0)
 
 

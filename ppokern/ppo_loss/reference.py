@@ -249,9 +249,7 @@ class TokenSlopes:
             for t in (x.weights, x.ref_logprobs if o.kl_coef != 0 else None)
         )
 
-    def __call__(
-        self, logprobs: Tensor, rows: Tensor | slice
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, logprobs: Tensor, rows: Tensor | slice) -> tuple[Tensor, Tensor | None]:
         """Return some tokens' slopes in log-probs and in entropies (None: no bonus)."""
         o, scale, old = self.options, self.scale[rows], self.old_logprobs[rows]
         weights = None if self.weights is None else self.weights[rows]

@@ -5,8 +5,15 @@ from typing import Any, NamedTuple
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from ppokern import _check, _library, token_math
+from ppokern import _backend, _check, _library, token_math
 from ppokern.reward import reference
+
+# of `shaped_rewards`; `kl_estimate` is one formula per token, plain torch for all
+KERNELS = {
+    "torch": reference.shaped_rewards,
+    "cpu": reference.shaped_rewards,  # a few passes over what is small beside the logits
+    "triton": "ppokern.reward.kernel_triton:shaped_rewards",
+}
 
 
 class ShapedRewards(NamedTuple):
@@ -82,18 +89,14 @@ def _shaped(
     cu_seqlens: Tensor | None,
     kl_coef: float,
     kl_kind: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return reference.shaped_rewards(
-        scores,
-        logprobs,
-        ref_logprobs,
-        mask,
-        score_mask,
-        token_rewards,
-        cu_seqlens,
-        kl_coef,
+    dtype = _check.arithmetic(scores, logprobs, ref_logprobs, token_rewards)
+    kernel = _backend.select("shaped_rewards", KERNELS, backend, logprobs.device, dtype)
+    return kernel(
+        scores, logprobs, ref_logprobs, mask, score_mask, token_rewards, cu_seqlens, kl_coef,
         kl_kind,
-    )
+    )  # fmt: skip
 
 
 def _shaped_fake(
@@ -164,4 +167,5 @@ def shaped_rewards(
     _check.mask_like("score_mask", score_mask, per_sequence, device)
     tensors = (scores, logprobs, ref_logprobs, mask, score_mask, token_rewards)
     constants = map(_check.constant, tensors)
-    return ShapedRewards(*_shaped_op(*constants, cu_seqlens, float(kl_coef), kl_kind))
+    backend = _backend.asked_for()
+    return ShapedRewards(*_shaped_op(*constants, cu_seqlens, float(kl_coef), kl_kind, backend))
