@@ -82,10 +82,11 @@ CUDA_TESTS := $(PYTHON) -m pytest -q -k cuda $(OPS)
 
 cuda-on-cpu: $(READY)
 	$(PYTHON) -m pytest -q tests/test_cuda_on_cpu.py
-	$(PYTHON) tests/cuda_on_cpu/build.py --sanitize
+	$(PYTHON) tests/cuda_on_cpu/build.py
 	$(ON_CPU)/plain $(CUDA_TESTS)
 	$(ON_CPU)/plain PPOKERN_CUDA_ON_CPU_ORDER=descending $(CUDA_TESTS) --sample 20
 	$(ON_CPU)/plain PPOKERN_CUDA_ON_CPU_ORDER=random $(CUDA_TESTS) --sample 20
+	$(PYTHON) tests/cuda_on_cpu/build.py --sanitize
 	$(ON_CPU)/sanitize $(SANITIZERS) $(CUDA_TESTS)
 
 # Registers, stack and loads of every Triton and CUDA kernel, and the least time that the ops take

@@ -15,6 +15,7 @@ PYBIND11_MODULE(_cuda, m) {
               Dense<const int64_t>, int64_t, In, In, In, In, In, double, double, float, float,
               float, float, KlKind, int, Out, Out, Dense<uint8_t>>(&linear_loss_cuda),
         release);
+  m.def("move_up", takes<Rows, int, int64_t, int64_t, Flags>(&move_up_cuda), release);
   m.def("ppo_loss_work", &ppo_loss_work_cuda);
   m.def("ppo_loss", ppo_loss_fields(&ppo_loss_cuda), release);
 }

@@ -31,6 +31,8 @@ ON_CUDA = {
     "linear_selected_logprobs": ("triton", "cuda"),
     "linear_ppo_loss": ("triton", "cuda"),
     "gae": ("triton", "cuda"),
+    "whiten": ("triton",),
+    "shaped_rewards": ("triton",),
     "ppo_loss": ("triton", "cuda"),
 }
 

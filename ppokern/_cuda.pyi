@@ -11,5 +11,6 @@ def logprob_segments(vocab_size: int, /) -> int: ...
 def logprob_forward(*fields: Any) -> None: ...  # (segments, 4) floats for each row; a stream
 def logprob_backward(*fields: Any) -> None: ...  # a stream
 def linear_loss(*fields: Any) -> None: ...  # those of LinearLossArgs; a stream
+def move_up(*fields: Any) -> None: ...  # those of MovedRows; a stream
 def ppo_loss_work(sequences: int, tokens: int, /) -> int: ...  # bytes
 def ppo_loss(*fields: Any) -> None: ...  # denominators on the device, 0: none; work; a stream

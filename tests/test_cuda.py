@@ -24,13 +24,15 @@ WIDE = {
     "logprob.gradient_kernel": 8 + 4,
     "logprob.move_up_kernel<uint4>": 8 + 8,
     "linear.loss_rows_kernel": 8 + 8 + 4,
-    "gae.gae_kernel": 4,
+    "gae.gae_kernel": 3 + 2,
 }
 
-RESIDENT = {
-    "logprob": 3,
-    "linear": 1,
-}  # blocks; those of the second have 512 threads, the others 256
+# Blocks that a multiprocessor holds at least.
+RESIDENT = {"logprob.": 3, "linear.": 1, "gae.gae_kernel": 4, "gae.check_kernel": 2, "ppo_loss.": 2}
+
+
+def least(of: dict[str, int], name: str) -> int:
+    return next((n for start, n in of.items() if name.startswith(start)), 0)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -45,9 +47,8 @@ def test_every_kernel_compiles(source: Path, arch: int) -> None:
         name = f"{source.parent.name}.{name}"
         assert code.stack == code.spilled == 0, name
         assert code.shared <= 16 * 1024, name
-        assert code.resident >= RESIDENT.get(source.parent.name, 2), name
-        wide = [n for start, n in WIDE.items() if name.startswith(start)]
-        assert not wide or code.wide >= wide[0], name
+        assert code.resident >= max(least(RESIDENT, name), 1), name
+        assert code.wide >= least(WIDE, name), name
 
 
 @pytest.mark.parametrize("source", report.SOURCES, ids=lambda path: path.parent.name)

@@ -132,17 +132,15 @@ def test_an_order_that_is_none() -> None:
 
 # The op tests -------------------------------------------------------------------------------------
 
-ROOMS = ("logprob", "logprob_cuda", "linear", "linear_loss", "linear_cuda", "gae", "ppo_loss")
+ROOMS = ("logprob", "linear", "linear_loss", "gae", "ppo_loss")
+ROOMS += ("logprob_cuda", "linear_cuda", "gae_native")  # the kernels themselves
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("room", ROOMS)
-def test_the_ops_on_the_kernels(room: str, order: str) -> None:
+def test_the_ops_on_the_kernels(order: str) -> None:
+    files = [f"tests/test_{room}.py" for room in ROOMS]
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-x", "-k", "cuda", "--sample", "3"),
-            f"tests/test_{room}.py",
-        ],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "cuda", "--sample", "1", *files],
         cwd=ROOT,
         env=os.environ
         | {
@@ -155,4 +153,4 @@ def test_the_ops_on_the_kernels(room: str, order: str) -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:]
     passed = int(done.stdout.split(" passed")[0].split()[-1])
-    assert passed >= 8, "most of it was deselected"
+    assert passed >= 100, "most of it was deselected"

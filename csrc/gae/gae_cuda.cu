@@ -9,7 +9,8 @@
 // one. Where sequences lie side by side in memory, the lanes of a warp walk along sequences of
 // their own, and a team has one lane of each warp. Maps are in double precision: a scan adds up
 // what the recursion does not, and is not to overflow or round where that would not. Its order
-// depends on layout and sizes alone.
+// depends on sizes and on where the results lie (packed, on the mean length), so that a sequence
+// among others is the same as alone to the rounding of doubles.
 
 #include <algorithm>
 #include <cstdint>
@@ -127,11 +128,10 @@ struct Place {
   int low, high;
 
   __device__ Place(int64_t row, int64_t first, int64_t begin, int64_t end)
-      : row(row),
-        first(first),
-        low(first < begin ? kSteps : 0),
-        high(static_cast<int>(min(end - first, int64_t{kSteps}))) {
-    if (low) low = static_cast<int>(min(begin - first, int64_t{kSteps}));
+      : row(row), first(first), low(clamped(begin - first)), high(clamped(end - first)) {}
+
+  __device__ static int clamped(int64_t step) {
+    return step > 0 ? static_cast<int>(min(step, int64_t{kSteps})) : 0;
   }
 
   __device__ bool has(int k) const { return low <= k && k < high; }

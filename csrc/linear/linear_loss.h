@@ -28,9 +28,19 @@ struct LinearLossArgs {
   int blocks;             // that go over the rows
   Dense<float> logprobs;  // of the call
   Dense<float> entropy;   // the same; absent: not made
-  Dense<uint8_t> used;    // of the rows, which have a slope and come first; absent: all stay
+  Dense<uint8_t> used;    // of the rows, which have a slope; absent: the others become 0
+};
+
+// Rows of which some are used, and are to come first.
+struct MovedRows {
+  Rows logits;
+  int type;
+  int64_t rows;
+  int64_t width;
+  Dense<const uint8_t> used;
 };
 
 void linear_loss_cuda(const LinearLossArgs& args, void* stream);
+void move_up_cuda(const MovedRows& args, void* stream);
 
 }  // namespace ppokern

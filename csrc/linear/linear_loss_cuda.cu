@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, kSoftcap ? 1 : kResident)
 }
 
 struct Used {
-  Dense<uint8_t> rows;
+  Dense<const uint8_t> rows;
 
   __device__ bool operator()(int64_t row) const { return rows.data[row]; }
 };
@@ -117,9 +117,10 @@ void linear_loss_cuda(const LinearLossArgs& args, void* stream) {
     constexpr bool kEntropy = decltype(entropy)::value, kSoftcap = decltype(softcap)::value;
     launch<loss_rows_kernel<kEntropy, kSoftcap, decltype(type)>>(blocks, kThreads, 0, stream, args);
   });
-  if (args.used) {
-    move_up(Used{args.used}, tokens.rows, tokens.logits, tokens.type, tokens.vocab_size, stream);
-  }
+}
+
+void move_up_cuda(const MovedRows& args, void* stream) {
+  cuda::move_up(cuda::Used{args.used}, args.rows, args.logits, args.type, args.width, stream);
 }
 
 }  // namespace ppokern

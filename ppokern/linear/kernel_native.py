@@ -8,7 +8,7 @@ from torch import Tensor
 from ppokern import _launch
 from ppokern.linear import reference
 from ppokern.linear.reference import Chunk, Head, Plan
-from ppokern.logprob import kernel_native as rows_of
+from ppokern.logprob import kernel_native as passes
 from ppokern.ppo_loss.reference import TokenSlopes
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def loss_pass(
     logits, (rows, width), device = chunk.logits, chunk.logits.shape, chunk.logits.device
     if rows < _launch.resident(device, 1) and width > SHARED:
         return reference.two_passes(
-            rows_of.CUDA, chunk, head, how, token_ids, slopes, logprobs, entropy
+            passes.CUDA, chunk, head, how, token_ids, slopes, logprobs, entropy
         )
     # two blocks a multiprocessor, if their rows stay in the cache
     blocks = _launch.resident(device, 2)
@@ -46,7 +46,7 @@ def loss_pass(
     first = chunk.rows.start if isinstance(chunk.rows, slice) else 0
     used = how.valid.new_empty(rows) if how.compact else None
     o = slopes.options
-    tokens, _memory = rows_of.tokens_of(
+    tokens, _memory = passes.tokens_of(
         logits, token_ids, how.valid, head.temperature, head.softcap, width, rows
     )
     per_token = (slopes.scale, slopes.old_logprobs, slopes.advantages, slopes.weights)
@@ -67,7 +67,11 @@ def loss_pass(
             *(_address(t) for t in (logprobs, entropy, used)),
             _launch.stream(logits),
         )
-    return None if used is None else reference.kept_rows(used)
+        kept = None if used is None else reference.kept_rows(used)
+        if used is not None and kept is not None:
+            place, kind = tokens[:2]
+            _cuda.move_up(place, kind, rows, width, used.data_ptr(), _launch.stream(logits))
+    return kept
 
 
 def _address(x: Tensor | None) -> int:

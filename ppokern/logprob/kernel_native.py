@@ -6,7 +6,7 @@ lie; only where their last dimension is strided are they copied.
 
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,12 +42,12 @@ def forward(
     found = logprobs.new_empty((*token_ids.shape, 4))
     rows = token_ids.numel()
     tokens, _memory = tokens_of(logits, token_ids, mask, temperature, softcap, vocab_size, rows)
-    args = (
+    args: list[Any] = [
         *tokens,
         logprobs.data_ptr(),
         entropy.data_ptr() if with_entropy else 0,
         found.data_ptr(),
-    )
+    ]
     if on_cuda:
         segments = _cuda.logprob_segments(vocab_size)
         partials = found.new_empty((rows, segments, 4))
@@ -87,7 +87,7 @@ def backward(
     in_logprobs = None if grad_logprobs is None else _flat(grad_logprobs.float())
     in_entropy = None if grad_entropy is None else _flat(grad_entropy.float())
     found = found.contiguous()
-    args = (
+    args: list[Any] = [
         *tokens,
         _view(in_logprobs),
         _view(in_entropy),
@@ -95,7 +95,7 @@ def backward(
         out_rows,
         out.shape[-1],
         compact,
-    )
+    ]
     if on_cuda:
         with _launch.on_device_of(logits):
             _cuda.logprob_backward(*args, _launch.stream(logits))
@@ -104,7 +104,7 @@ def backward(
     return out
 
 
-CUDA = SimpleNamespace(
+CUDA: Any = SimpleNamespace(
     forward=partial(forward, on_cuda=True), backward=partial(backward, on_cuda=True)
 )
 

@@ -203,30 +203,30 @@ inline std::vector<int> order(int count) {
   return numbers;
 }
 
+// The first lane in the mask of a thread that has not arrived where that waits, or -1.
+inline int awaited(const Thread& one, const Thread* warp, int count) {
+  for (int lane = 0; lane < 32; ++lane) {
+    if (~one.mask >> lane & 1) continue;
+    const Thread* other = lane < count ? &warp[lane] : nullptr;
+    if (!other || other->state != State::kAtWarp || other->at != one.at ||
+        other->mask != one.mask) {
+      return lane;
+    }
+  }
+  return -1;
+}
+
 // Releases the threads of a warp whose partners have all arrived. Returns whether there were any.
 inline bool release(Thread* warp, int count) {
   unsigned released = 0;
   for (int lane = 0; lane < count; ++lane) {
-    const Thread& one = warp[lane];
-    if (one.state != State::kAtWarp || released >> lane & 1) continue;
-    bool all = count == 32 || one.mask >> count == 0;
-    for (int i = 0; i < count && all; ++i) {
-      if (one.mask >> i & 1) {
-        all = warp[i].state == State::kAtWarp && warp[i].at == one.at && warp[i].mask == one.mask;
-      }
-    }
-    if (all) released |= one.mask;
-  }
-  for (int lane = 0; lane < count; ++lane) {
-    Thread& to = warp[lane];
-    if (~released >> lane & 1) continue;
-    if (to.source >= 0) {
-      to.result = warp[to.source].value;
-    } else {
-      to.result = 0;
-      for (int i = 0; i < count; ++i) {
-        if (to.mask >> i & 1) to.result |= uint64_t{warp[i].value != 0} << i;
-      }
+    Thread& one = warp[lane];
+    if (one.state != State::kAtWarp) continue;
+    if (~released >> lane & 1 && awaited(one, warp, count) >= 0) continue;
+    released |= one.mask;
+    one.result = one.source >= 0 ? warp[one.source].value : 0;
+    for (int i = 0; i < count && one.source < 0; ++i) {
+      if (one.mask >> i & 1) one.result |= uint64_t{warp[i].value != 0} << i;
     }
   }
   for (int lane = 0; lane < count; ++lane) {
@@ -246,19 +246,12 @@ inline void run_warp(Thread* warp, int count, const std::vector<int>& lanes) {
       if (block.fault) std::rethrow_exception(block.fault);
     }
   } while (release(warp, count));
-  for (int lane = 0; lane < count; ++lane) {
-    const Thread& one = warp[lane];
-    if (one.state != State::kAtWarp) continue;
-    for (int i = 0; i < 32; ++i) {
-      if (~one.mask >> i & 1) continue;
-      const bool there = i < count;
-      if (there && warp[i].state == State::kAtWarp && warp[i].at == one.at &&
-          warp[i].mask == one.mask) {
-        continue;
-      }
-      fail("thread " + name_of(one.index) + " " + state_of(one) + " for lane " + std::to_string(i) +
-           ", which " + (there ? state_of(warp[i]) : "the block lacks"));
-    }
+  for (int i = 0; i < count; ++i) {
+    if (warp[i].state != State::kAtWarp) continue;
+    const int lane = awaited(warp[i], warp, count);
+    fail("thread " + name_of(warp[i].index) + " " + state_of(warp[i]) + " for lane " +
+         std::to_string(lane) + ", which " +
+         (lane < count ? state_of(warp[lane]) : "the block lacks"));
   }
 }
 

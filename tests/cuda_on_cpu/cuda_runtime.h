@@ -15,8 +15,6 @@
 
 #include <math.h>  // the C++ one, whose functions take floats in the global namespace too
 
-#include <map>
-
 #include "block.h"
 
 // Words of the language ---------------------------------------------------------------------------
@@ -24,13 +22,10 @@
 #define __global__
 #define __device__
 #define __host__
-#define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // blocks run one after the other, so that one copy will do
 #define __shared__ static __attribute__((section("cuda_shared")))
-
-constexpr int warpSize = 32;
 
 #define PPOKERN_VECTORS(T, name)                             \
   struct alignas(2 * sizeof(T)) name##2 { T x, y; };         \
@@ -40,15 +35,7 @@ constexpr int warpSize = 32;
 PPOKERN_VECTORS(float, float)
 PPOKERN_VECTORS(int, int)
 PPOKERN_VECTORS(unsigned, uint)
-PPOKERN_VECTORS(unsigned short, ushort)
-PPOKERN_VECTORS(unsigned char, uchar)
 #undef PPOKERN_VECTORS
-struct alignas(16) double2 {
-  double x, y;
-};
-struct alignas(16) longlong2 {
-  long long x, y;
-};
 
 // Barriers and warps ------------------------------------------------------------------------------
 
@@ -140,7 +127,6 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
 // Memory: threads take turns, so that nothing is torn ---------------------------------------------
 
 inline void __threadfence() {}
-inline void __threadfence_block() {}
 
 namespace cuda_on_cpu {
 
@@ -158,75 +144,36 @@ T* aligned(T* at) {
 // clang-format off
 template <class T> T __ldg(const T* at) { return *cuda_on_cpu::aligned(at); }
 template <class T> T __ldcg(const T* at) { return *cuda_on_cpu::aligned(at); }
-template <class T> T __ldca(const T* at) { return *cuda_on_cpu::aligned(at); }
 template <class T> T __ldcs(const T* at) { return *cuda_on_cpu::aligned(at); }
-template <class T> T __ldlu(const T* at) { return *cuda_on_cpu::aligned(at); }
 template <class T> void __stcg(T* at, T x) { *cuda_on_cpu::aligned(at) = x; }
 template <class T> void __stcs(T* at, T x) { *cuda_on_cpu::aligned(at) = x; }
-template <class T> void __stwt(T* at, T x) { *cuda_on_cpu::aligned(at) = x; }
+// clang-format on
 
 // of integers only: sums of floats would have no fixed order
-#define PPOKERN_ATOMICS(T)                                                               \
-  inline T atomicAdd(T* at, T x) { return std::exchange(*at, *at + x); }                 \
-  inline T atomicMax(T* at, T x) { return std::exchange(*at, *at < x ? x : *at); }       \
-  inline T atomicMin(T* at, T x) { return std::exchange(*at, x < *at ? x : *at); }       \
-  inline T atomicExch(T* at, T x) { return std::exchange(*at, x); }                      \
-  inline T atomicCAS(T* at, T old, T x) { return std::exchange(*at, *at == old ? x : *at); }
-PPOKERN_ATOMICS(int)
-PPOKERN_ATOMICS(unsigned)
-PPOKERN_ATOMICS(unsigned long long)
-#undef PPOKERN_ATOMICS
+inline unsigned atomicAdd(unsigned* at, unsigned x) { return std::exchange(*at, *at + x); }
+
+inline unsigned atomicCAS(unsigned* at, unsigned old, unsigned x) {
+  return std::exchange(*at, *at == old ? x : *at);
+}
+
 inline unsigned atomicInc(unsigned* at, unsigned last) {
   return std::exchange(*at, *at >= last ? 0 : *at + 1);
 }
 
-// Numbers -----------------------------------------------------------------------------------------
-
 using std::max;
 using std::min;
-inline float rsqrtf(float x) { return 1 / sqrtf(x); }
-inline float __expf(float x) { return expf(x); }
-inline float __logf(float x) { return logf(x); }
-inline float __log2f(float x) { return log2f(x); }
-inline float __fdividef(float x, float y) { return x / y; }
-inline float __frcp_rn(float x) { return 1 / x; }
-inline float __fadd_rn(float x, float y) { return x + y; }
-inline float __fmul_rn(float x, float y) { return x * y; }
-inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
-// clang-format on
-
-#define PPOKERN_BITS(name, From, To)    \
-  inline To name(From from) {           \
-    To to;                              \
-    std::memcpy(&to, &from, sizeof to); \
-    return to;                          \
-  }
-PPOKERN_BITS(__float_as_uint, float, unsigned)
-PPOKERN_BITS(__float_as_int, float, int)
-PPOKERN_BITS(__uint_as_float, unsigned, float)
-PPOKERN_BITS(__int_as_float, int, float)
-PPOKERN_BITS(__double_as_longlong, double, long long)
-PPOKERN_BITS(__longlong_as_double, long long, double)
-#undef PPOKERN_BITS
 
 // The runtime -------------------------------------------------------------------------------------
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
-enum cudaDeviceAttr {
-  cudaDevAttrMultiProcessorCount = 16,
-  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
-};
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 using cudaStream_t = struct CUstream_st*;
 
 namespace cuda_on_cpu {
 
 // few, so that a kernel that fills the device has several items for each block
-constexpr int kMultiprocessors = 3, kResident = 2, kShared = 48 << 10, kSharedOptIn = 227 << 10;
-inline std::map<const void*, int> allowed_shared;  // of kernels that asked for more than kShared
+constexpr int kMultiprocessors = 3;
+constexpr size_t kSharedMemory = 48 << 10;
 inline cudaError_t last_error = cudaSuccess;
 
 // `within` is the __PRETTY_FUNCTION__ of a template whose parameter kKernel is the kernel.
@@ -236,12 +183,10 @@ void launch(void (*kernel)(Params...), const std::string& within, dim3 grid, dim
   const auto fits = [](const dim3& x, unsigned x_most, unsigned y_most, unsigned z_most) {
     return x.x && x.y && x.z && x.x <= x_most && x.y <= y_most && x.z <= z_most;
   };
-  const auto allowed = allowed_shared.find(reinterpret_cast<const void*>(kernel));
-  const size_t shared_most = allowed == allowed_shared.end() ? kShared : allowed->second;
   if (!fits(grid, 0x7fffffff, 0xffff, 0xffff) || !fits(size, kMaxThreads, kMaxThreads, 64) ||
       size_t{size.x} * size.y * size.z > kMaxThreads) {
     last_error = cudaErrorInvalidConfiguration;
-  } else if (shared_bytes > shared_most) {
+  } else if (shared_bytes > kSharedMemory) {
     last_error = cudaErrorInvalidValue;
   } else {
     const size_t name = within.find("kKernel = ") + 10;
@@ -263,28 +208,6 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 
-inline cudaError_t cudaSetDevice(int device) {
-  return device == 0 ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int) {
-  const bool processors = name == cudaDevAttrMultiProcessorCount;
-  *value = processors ? cuda_on_cpu::kMultiprocessors : cuda_on_cpu::kSharedOptIn;
-  return cudaSuccess;
-}
-
-template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
-  if (bytes > cuda_on_cpu::kSharedOptIn) return cudaErrorInvalidValue;
-  cuda_on_cpu::allowed_shared[reinterpret_cast<const void*>(kernel)] = bytes;
-  return cudaSuccess;
-}
-
-template <class Kernel>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int, size_t) {
-  return *blocks = cuda_on_cpu::kResident, cudaSuccess;
-}
-
-inline cudaError_t cudaMemsetAsync(void* at, int byte, size_t count, cudaStream_t = nullptr) {
-  return std::memset(at, byte, count), cudaSuccess;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  return *value = cuda_on_cpu::kMultiprocessors, cudaSuccess;
 }

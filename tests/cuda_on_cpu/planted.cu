@@ -169,7 +169,11 @@ __global__ void everything(Call c) {
   right &= __syncthreads_count(i % 3 == 0) == (kThreads + 2) / 3;
   right &= __syncthreads_or(i == 7) && !__syncthreads_or(0);
   right &= !__syncthreads_and(i != 7) && __syncthreads_and(1);
-  right &= count == 2 * kThreads && blockDim.x == kThreads && gridDim.x == 1;
+  if (i == 3) {
+    right &= count == 2 * kThreads && atomicCAS(&count, 1, 7) == 2 * kThreads;
+    right &= atomicCAS(&count, 2 * kThreads, 7) == 2 * kThreads && count == 7;
+  }
+  right &= blockDim.x == kThreads && gridDim.x == 1;
   c.out[i] = right;
 }
 
