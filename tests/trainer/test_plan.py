@@ -16,18 +16,22 @@ from trainer.plan import memory
 ROOT = Path(__file__).parents[2]
 
 
+# A child begins with the memory of the process that starts it, so that must be a small one.
+LAUNCH = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+"""
+
+
 def peak(command: str, options: dict[str, object]) -> int:
     """Most bytes that a stage's process held."""
     flags = [f"--{name}={value}" for name, value in options.items()]
+    stage = [sys.executable, "-m", "trainer", command, *flags]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    child = subprocess.Popen(
-        [sys.executable, "-m", "trainer", command, *flags],
-        cwd=ROOT, env=env, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    assert child.returncode == 0
-    return usage.ru_maxrss * 1024
+    launched = [sys.executable, "-c", LAUNCH, *stage]
+    done = subprocess.run(launched, cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE)
+    return int(done.stdout)
 
 
 @pytest.mark.slow
