@@ -1,4 +1,5 @@
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -31,6 +32,10 @@ INTERPRETED = {
     ("ppokern.reward.kernel_triton", "SHORT"): (4, 4),
     ("ppokern.reward.kernel_triton", "LONG"): (1, 4),
 }
+
+
+if "PPOKERN_CUDA_ON_CPU" in os.environ and "cuda" not in ppokern.available_backends():
+    raise ImportError("PPOKERN_CUDA_ON_CPU: no module in that folder can be loaded")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
