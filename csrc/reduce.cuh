@@ -179,8 +179,8 @@ __device__ inline int place_in_step(int column, int first) {
 
 // Reads what a warp does in a step of a row, logits from `first` on. What lies outside of the row
 // is -inf, and is not read. Which lane has which logit depends on `first` alone, not on where the
-// row lies: vectors that lie across two are cut out of both.
-// `kAgain`: they are to stay in the cache, for they will be read again.
+// row lies: vectors that lie across two are cut out of both. With kAgain they are to stay in the
+// cache, for they will be read once more.
 template <bool kAgain = false, class T>
 __device__ inline void read_step(const T* row, int size, int first, float (&to)[kLaneLogits<T>]) {
   constexpr int kVectors = kLaneLogits<T> / kVector<T>;

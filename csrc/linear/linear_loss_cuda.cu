@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(kThreads, kSoftcap ? 1 : kResident)
     const bool has_slope = live && found.max != -kInfinity;
     const int start = -misalignment(row) / static_cast<int>(sizeof(T));
     const int steps = (size - start + kStep<T> - 1) / kStep<T>;
-    for (int step = steps - 1 - warp; step >= 0;
-         step -= kWarps) {  // what was read last comes first
+    // what was read last comes first
+    for (int step = steps - 1 - warp; step >= 0; step -= kWarps) {
       const int first = start + step * kStep<T>;
       gradient_step(slope, has_slope, row, size, own, row, size, first);
     }

@@ -179,8 +179,9 @@ void logprob_backward_cuda(const LogprobBackwardArgs& args, void* stream) {
     const int blocks = blocks_for(tokens.rows * pieces, kWriting);
     launch<gradient_kernel<kEntropy, kSoftcap, T>>(blocks, kThreads, 0, stream, args, pieces);
   });
-  if (args.compact)
+  if (args.compact) {
     move_up(Unmasked{tokens}, tokens.rows, args.out, tokens.type, args.width, stream);
+  }
 }
 
 }  // namespace ppokern
