@@ -1,11 +1,13 @@
 """Everything that only a GPU can tell, in under eight minutes: ``python -m benchmarks.gpu_check``.
 
 Needs an NVIDIA GPU and torch 2.9 or later with its own Triton; downloads and installs nothing. In
-this order: every op on the backend `triton` against float64, beside eager PyTorch;
-`linear_ppo_loss` against three bare GEMMs, with its peak memory; the kernels' share of the
-bandwidth of a copy, and what a call costs the host; eager, torch.compile and, where installed,
-Liger in the same run; the op tests with the marker `gpu`, where pytest is there. Prints one table
-and writes it to ``runs/gpu_check.json``. Ends with 1 where anything is wrong, failed or missing.
+this order: the CUDA kernels built in place, where nvcc and pybind11 are; every op on the backends
+`triton` and `cuda` against float64, beside eager PyTorch; `linear_ppo_loss` against three bare
+GEMMs, with its peak memory; the kernels' share of the bandwidth of a copy, and what a call costs
+the host; eager, torch.compile and, where installed, Liger in the same run; small cases under
+compute-sanitizer, where it is; the op tests with the marker `gpu`, where pytest is there. Prints
+one table and writes it to ``runs/gpu_check.json``. Ends with 1 where anything is wrong, failed or
+missing.
 
 A line that fails says so and the next one runs: the machine may not be there a second time. So each
 part is a process of its own, that is ended when its time is over, and keeps the lines it has.
@@ -15,12 +17,14 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +41,10 @@ if importlib.util.find_spec("jaxtyping") is None:  # annotations alone; none is 
 import ppokern  # noqa: E402
 
 SECONDS = 470  # of all parts together
-ROOMS = ("logprob", "linear", "linear_loss", "gae", "ppo_loss")
+ROOMS = ("logprob", "linear", "linear_loss", "gae", "whiten", "ppo_loss", "reward")
+OPS = {"selected": "logprob", "linear": "linear", "gae": "gae", "whiten": "whiten"}
+OPS |= {"shaped": "reward", "ppo": "ppo_loss"}  # the room of an op, by its first word
+KERNELS = [name for name in ppokern.available_backends() if name in ("triton", "cuda")]
 
 
 class Report:
@@ -96,13 +103,31 @@ def milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
     return sorted(times)[len(times) // 2]
 
 
+def build(report: Report) -> None:
+    """Build the CUDA kernels in place, for this GPU alone."""
+    absent = [x for x in ("setuptools", "pybind11") if importlib.util.find_spec(x) is None]
+    absent += [] if shutil.which("nvcc") or os.environ.get("CUDA_HOME") else ["nvcc"]
+
+    def measure() -> dict[str, Any]:
+        if absent:
+            return {"skipped": f"without {', '.join(absent)}"}
+        arch = "{}{}".format(*torch.cuda.get_device_capability())
+        env = os.environ | {"PPOKERN_CUDA": "on", "PPOKERN_CUDA_ARCHS": arch}
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        return {} if done.returncode == 0 else {"failed": done.stderr[-200:]}
+
+    report.line("CUDA kernels built", measure)
+
+
 # Right or wrong -----------------------------------------------------------------------------------
 
 
 def against_float64(report: Report) -> None:
-    """Every op's outputs and gradients: the error beside that of plain torch in the same dtype."""
+    """Every op's outputs and gradients: errors beside that of plain torch in the same dtype."""
     sys.path.insert(0, str(ROOT / "tests"))
     calls: Any = importlib.import_module("calls")
+    able: Any = importlib.import_module("matrix").CAN
 
     def wide(x: Any) -> Any:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -113,7 +138,9 @@ def against_float64(report: Report) -> None:
             table = calls.packed() if kind == "packed" else calls.every(dtype)
             call = table[name]
             results = {}
-            for backend in ("triton", "torch"):
+            for backend in (
+                b for b in ("torch", *KERNELS) if OPS[name.split("_")[0]] in able[b].ops
+            ):
                 with ppokern.use_backend(backend):
                     results[backend] = call.run(call.leaves())
             exact = call._replace(args={k: wide(x) for k, x in call.args.items()})
@@ -124,19 +151,38 @@ def against_float64(report: Report) -> None:
             pairs = zip(mine, truth, strict=True)
             return max((a.double() - b).abs().max().item() for a, b in pairs)
 
-        own, peer = worst(results["triton"]), worst(results["torch"])
+        found = {backend: worst(mine) for backend, mine in results.items()}
         size = max(1.0, *(t.abs().max().item() for t in truth))
-        return {"error": own, "torch": peer, "right": own <= 2 * peer + 1e-6 * size}
+        return found | {"right": max(found.values()) <= 2 * found["torch"] + 1e-6 * size}
 
-    rooms = ("selected", "linear", "gae", "ppo")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for dtype in dtypes[:1] if report.quick else dtypes:
         for name in calls.NAMES:
-            if name.split("_")[0] in rooms:
+            if name.split("_")[0] in OPS:
                 label = f"{name} {str(dtype)[6:]}"
                 report.line(label, lambda n=name, d=dtype: errors("batch", n, d))
     for name in calls.PACKED_NAMES:
-        if name.split("_")[0] in rooms:
+        if name.split("_")[0] in OPS:
             report.line(f"{name} packed", lambda n=name: errors("packed", n, torch.float32))
+
+
+def sanitized(report: Report) -> None:
+    """Small cases of every op under compute-sanitizer."""
+    program = shutil.which("compute-sanitizer")
+    part = [sys.executable, "-m", "benchmarks.gpu_check", "--quick", "--part", "right"]
+
+    def measure(tool: str) -> dict[str, Any]:
+        if program is None:
+            return {"skipped": "without compute-sanitizer"}
+        path = RUNS / f"gpu_check_{tool}.txt"
+        with path.open("w") as file:
+            command = [program, "--tool", tool, "--error-exitcode", "9", *part]
+            command += ["--out", str(path.with_suffix(".json"))]
+            done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, check=False)
+        return {"right": done.returncode == 0, "last": path.read_text().strip().split("\n")[-1]}
+
+    for tool in ("memcheck", "racecheck"):
+        report.line(tool, partial(measure, tool))
 
 
 def op_tests() -> dict[str, Any]:
@@ -170,12 +216,17 @@ def copy_rate(report: Report) -> float:
 
 
 def beside(
-    moved: int, ceiling: float, mine: Callable[[], object], **others: Callable[[], object]
+    moved: int,
+    ceiling: float,
+    mine: Callable[[], Callable[[], object]],
+    **others: Callable[[], object],
 ) -> dict[str, Any]:
-    """Milliseconds of the backend `triton` and of others, and its share of a copy's rate."""
-    with ppokern.use_backend("triton"):
-        own = milliseconds(mine)
-    cells: dict[str, Any] = {"ms": own, "of copy": moved / own * 1e3 / ceiling}
+    """Milliseconds of each backend's call, which `mine` makes, with its share of a copy's rate."""
+    cells: dict[str, Any] = {}
+    for backend in KERNELS:
+        with ppokern.use_backend(backend):
+            own = milliseconds(mine())
+        cells |= {f"{backend} ms": own, f"{backend} of copy": moved / own * 1e3 / ceiling}
     for name, call in others.items():
         try:
             cells[name] = milliseconds(call, 5)
@@ -196,24 +247,21 @@ def row_kernels(report: Report, ceiling: float) -> None:
         compiled = torch.compile(plain)
         if op == "backward":
             logits.requires_grad_()
-            with ppokern.use_backend("triton"):
-                kept = ppokern.selected_logprobs(logits.view(n, v), ids)
-            peer = compiled(logits, ids)
             ones = torch.ones(n, device="cuda")
-            return beside(
-                2 * logits.nbytes,
-                ceiling,
-                lambda: torch.autograd.grad(kept, logits, ones, retain_graph=True),
-                compile=lambda: torch.autograd.grad(peer, logits, ones, retain_graph=True),
-            )
+
+            def gradient(of: Callable[..., Tensor]) -> Callable[[], object]:
+                kept = of(logits, ids)
+                return lambda: torch.autograd.grad(kept, logits, ones, retain_graph=True)
+
+            mine = partial(gradient, ppokern.selected_logprobs)
+            return beside(2 * logits.nbytes, ceiling, mine, compile=gradient(compiled))
         if op == "entropy":
-            return beside(
-                logits.nbytes, ceiling, lambda: ppokern.selected_logprobs_with_entropy(logits, ids)
-            )
+            mine = partial(ppokern.selected_logprobs_with_entropy, logits, ids)
+            return beside(logits.nbytes, ceiling, lambda: mine)
         return beside(
             logits.nbytes,
             ceiling,
-            lambda: ppokern.selected_logprobs(logits, ids),
+            lambda: partial(ppokern.selected_logprobs, logits, ids),
             eager=lambda: plain(logits, ids),
             compile=lambda: compiled(logits, ids),
         )
@@ -233,12 +281,12 @@ def small_kernels(report: Report, ceiling: float) -> None:
         r, v = torch.randn(2, *shape, device="cuda")
         mask = torch.rand(shape, device="cuda") < 0.9
         moved = 17 * r.numel()
-        return beside(moved, ceiling, lambda: ppokern.gae(r, v, mask=mask, **options))
+        return beside(moved, ceiling, lambda: partial(ppokern.gae, r, v, mask=mask, **options))
 
     def packed(total: int, length: int) -> dict[str, Any]:
         r, v = torch.randn(2, total, device="cuda")
         cu = torch.arange(0, total + 1, length, device="cuda", dtype=torch.int32)
-        return beside(16 * total, ceiling, lambda: ppokern.gae(r, v, cu_seqlens=cu))
+        return beside(16 * total, ceiling, lambda: partial(ppokern.gae, r, v, cu_seqlens=cu))
 
     report.line("gae (B, T) = (4096, 4096)", lambda: advantages((4096, 4096)))
     report.line("gae (B, T) = (512, 2048)", lambda: advantages((512, 2048)))
@@ -259,21 +307,23 @@ def small_kernels(report: Report, ceiling: float) -> None:
             with ppokern.use_backend("torch"):
                 run()
 
-        return beside(26 * mask.numel(), ceiling, run, torch=eager)
+        return beside(26 * mask.numel(), ceiling, lambda: run, torch=eager)
 
     for aggregate in ("token_mean", "sequence_mean"):
         report.line(f"ppo_loss {aggregate} (512, 2048)", lambda a=aggregate: loss(a))
 
     def launches(call: Callable[[], object], count: int = 200) -> dict[str, Any]:
-        with ppokern.use_backend("triton"):
-            call()
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            for _ in range(count):
+        cells: dict[str, Any] = {}
+        for backend in KERNELS:
+            with ppokern.use_backend(backend):
                 call()
-            took = time.perf_counter() - begun
-            torch.cuda.synchronize()
-        return {"us": 1e6 * took / count}
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+                for _ in range(count):
+                    call()
+                cells[f"{backend} us"] = 1e6 * (time.perf_counter() - begun) / count
+                torch.cuda.synchronize()
+        return cells
 
     logits, ids = torch.randn(8, 1000, device="cuda"), torch.zeros(8, device="cuda").long()
     x = list(torch.randn(6, 8, 16, device="cuda"))
@@ -326,14 +376,12 @@ def linear(report: Report) -> None:
         def gradients(of: Callable[[Tensor, Tensor], Tensor]) -> None:
             torch.autograd.grad(of(hidden, weight), (hidden, weight))
 
-        with ppokern.use_backend("triton"):
-            own = milliseconds(mine, 5)
-            cells: dict[str, Any] = {
-                "ms": own,
-                "GEMMs": floor,
-                "ratio": own / floor,
-                "GiB": peak(mine),
-            }
+        cells: dict[str, Any] = {"GEMMs": floor}
+        for backend in KERNELS:
+            with ppokern.use_backend(backend):
+                own = milliseconds(mine, 5)
+                cells |= {f"{backend} ms": own, f"{backend} ratio": own / floor}
+                cells[f"{backend} GiB"] = peak(mine)
         others = {"eager": lambda: gradients(plain), "liger": liger(hidden, weight, ids)}
         compiled = torch.compile(plain)
         others["compile"] = lambda: gradients(compiled)
@@ -376,10 +424,12 @@ def test_part(report: Report) -> None:
 
 
 PARTS: dict[str, tuple[Callable[[Report], None], float]] = {  # with their seconds
-    "right": (against_float64, 100),
-    "linear": (linear, 90),
-    "rows": (row_part, 100),
-    "small": (small_part, 60),
+    "build": (build, 60),
+    "right": (against_float64, 90),
+    "linear": (linear, 70),
+    "rows": (row_part, 80),
+    "small": (small_part, 50),
+    "sanitized": (sanitized, 60),
     "tests": (test_part, 120),
 }
 
