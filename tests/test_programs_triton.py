@@ -18,14 +18,16 @@ pytestmark = pytest.mark.skipif(
 )
 SMALL = {  # several programs even of small calls
     "logprob": {"TILE": 8, "MOVED_ROWS": 4, "MOVED_COLUMNS": 4, "RESIDENT": 3},
-    "gae": {"SHORT": (2, 4), "LONG": (1, 8)},
+    "linear": {"SHORT": (16, 8, 3)},
+    "gae": {"SHORT": (2, 4), "LONG": (1, 8), "BLOCK": 4, "PARTIALS": 4},
+    "reward": {"SHORT": (2, 4), "LONG": (1, 4)},
     "ppo_loss": {"BLOCK": 4, "RESIDENT": 3},
 }
 CALLS = [
     (name, packed)
     for packed, names in ((False, calls.NAMES), (True, calls.PACKED_NAMES))
     for name in names
-    if name.split("_")[0] in ("selected", "linear", "gae", "ppo")
+    if name.split("_")[0] in ("selected", "linear", "gae", "whiten", "shaped", "ppo")
 ]
 
 
