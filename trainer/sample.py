@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .checkpoint import read_config
 from .config import PPOConfig, UserError, require
-from .data import Encoder, Prompt, stop_ids, sums
+from .data import Encoder, Prompt, read_rows, said, stop_ids, sums
 from .metrics import console
 from .models import Policy, forward_all, load_policy, load_tokenizer, pick_device
 from .rollout import generate
@@ -102,7 +102,8 @@ def run(run_dir: str, prompt: str) -> None:
     policy = load_policy(f"{run_dir}/policy").to(device)
     reference = load_policy(config.model).to(device)
     rewards = load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch)
-    asked = [Prompt(Encoder(tokenizer, [{"prompt": prompt}], "prompt").start(prompt), prompt)]
+    value = said("user", prompt) if asks_in_messages(config) else prompt
+    asked = [Prompt(Encoder(tokenizer, [{"prompt": value}], "prompt").start(value), value)]
     room, tokens = config.longest_prompt(policy.context_tokens), len(asked[0].ids)
     require(tokens <= room, f"the prompt has {tokens} tokens, there is room for {room}")
     sides = [
@@ -110,3 +111,10 @@ def run(run_dir: str, prompt: str) -> None:
         for model in (reference, policy)
     ]
     show(side_by_side(*sides))
+
+
+def asks_in_messages(config: PPOConfig) -> bool:
+    """Whether the prompts that a run trains on are chat messages."""
+    return config.prompt_tokens is None and isinstance(
+        read_rows(config.train, "prompt")[0]["prompt"], list
+    )

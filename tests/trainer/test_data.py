@@ -102,6 +102,9 @@ def test_tokenizer_without_bos_gets_none(words: Any, tmp_path: Path) -> None:
     words.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
     examples = read_examples(file(tmp_path, {"text": "ab"}), words, 99)
     assert tokens(examples[0].ids) == "ab</s>"
+    # a text that brings its own keeps it: a chat template's BOS is no decoration
+    prompts = read_prompts(file(tmp_path, {"prompt": "<s>ab"}), words, None, 99)
+    assert tokens(prompts[0].ids) == "<s>ab"
     # an empty prompt still needs a token to predict from
     prompts = read_prompts(file(tmp_path, {"prompt": ""}), words, None, 99)
     assert tokens(prompts[0].ids) == "<s>"

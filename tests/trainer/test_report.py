@@ -104,6 +104,25 @@ def test_sample_shows_both_sides(run_dir: str, capsys: pytest.CaptureFixture[str
     assert printed.count(" nats]") == 1
 
 
+def test_sample_asks_in_messages_where_the_run_did(
+    run_dir: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train = tmp_path / "chat.jsonl"
+    train.write_text('{"prompt": [{"role": "user", "content": "a film"}]}\n')
+    config = replace(sample.read_config(run_dir), prompt_tokens=None, train=str(train))
+    tokenizer = sample.load_tokenizer(f"{run_dir}/policy")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }} asks: {{ m.content }}{% endfor %}"
+    )
+    monkeypatch.setattr(sample, "read_config", lambda _: config)
+    monkeypatch.setattr(sample, "load_tokenizer", lambda _: tokenizer)
+    sample.run(run_dir, "the plot")
+    assert "user asks: the plot" in " ".join(capsys.readouterr().out.split())
+
+
 def test_sample_refuses_a_prompt_without_room(
     run_dir: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
