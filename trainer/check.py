@@ -13,6 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ppokern import kl_estimate
+
 from .config import CheckFailed, PPOConfig
 from .data import select, sums
 from .experience import Experience
@@ -73,7 +75,9 @@ def check_start(logprobs: Tensor, rollouts: Rollouts, experience: Experience) ->
         )
 
 
-def check_sums(rollouts: Rollouts, experience: Experience, kl_coef: float) -> None:
+def check_sums(
+    rollouts: Rollouts, experience: Experience, kl_coef: float, kl_kind: str = "k1"
+) -> None:
     """Every response token is a transition; a response's rewards add up to its score less KL."""
     starts = [len(prompt.ids) for prompt in rollouts.prompts]
     chosen = rollouts.lengths - torch.tensor(starts, device=rollouts.lengths.device)  # (S,)
@@ -81,10 +85,10 @@ def check_sums(rollouts: Rollouts, experience: Experience, kl_coef: float) -> No
         raise CheckFailed(
             "the mask does not have one place for each response token; the likely cause: packing"
         )
-    kept, kl, rewards = (
-        sums(x, experience.cu_seqlens) for x in (experience.mask, experience.kl, experience.rewards)
-    )  # (S,)
-    total = (experience.scores - kl_coef * kl).where(kept > 0, 0.0)
+    x = experience
+    penalty = kl_estimate(rollouts.logprobs, x.ref_logprobs, kl_kind, x.mask)
+    kept, kl, rewards = (sums(y, x.cu_seqlens) for y in (x.mask, penalty, x.rewards))  # (S,)
+    total = (x.scores - kl_coef * kl).where(kept > 0, 0.0)
     if not torch.allclose(rewards, total, rtol=1e-4, atol=1e-3):
         raise CheckFailed(
             "rewards do not add up to score less KL; the likely cause: the mask, or a score put "

@@ -200,7 +200,15 @@ class PPOConfig(Stage):
     critic_learning_rate: float = 1e-3
     """Of the critic."""
     clip_range: float = 0.2
-    """Of the probability ratio."""
+    """Of the probability ratio, below 1, and above where nothing else is said."""
+    clip_range_high: float | None = None
+    """Of the ratio above 1; null: as below. A higher one leaves rare tokens room to rise."""
+    dual_clip: float | None = None
+    """Ratio from which a token with a negative advantage pushes no further; above 1; null: none."""
+    ratio: Literal["token", "sequence"] = "token"
+    """New to old probability: of each token, or one for a response, the mean of its logarithms."""
+    aggregate: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
+    """Policy's loss: mean over tokens; over responses of their means; or of their sums."""
     value_clip_range: float | None = 0.2
     """Of the critic's step; null: none."""
     gamma: float = 1.0
@@ -215,7 +223,11 @@ class PPOConfig(Stage):
     kl_coef: float = 0.1
     """Weight of the KL to the reference; where the controller is adaptive, its first value."""
     kl_in: Literal["reward", "loss", "both"] = "reward"
-    """Where that KL enters: each token's reward (k1), the policy's loss (k3), or both."""
+    """Where that KL enters: each token's reward, the policy's loss, or both."""
+    kl_kind_in_reward: Literal["k1", "k2", "k3"] = "k1"
+    """Estimate in the reward: k1 has the right mean, k2 and k3 are never negative."""
+    kl_kind_in_loss: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate in the loss: the gradient of k2 is the KL's, that of k1 is 0 on average."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """Adaptive: the coefficient follows one of the two targets."""
     kl_target_per_sequence: float | None = None
@@ -247,7 +259,7 @@ class PPOConfig(Stage):
         _not_negative(self, "kl_coef", "entropy_coef", "missing_eos_penalty")
         for name in ("gamma", "gae_lambda"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within [0, 1]")
-        for name in ("prompt_tokens", "value_clip_range", "target_kl"):
+        for name in ("prompt_tokens", "clip_range_high", "value_clip_range", "target_kl"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be positive, or null for none")
         require(
@@ -258,6 +270,10 @@ class PPOConfig(Stage):
             self.minibatches <= self.episodes_per_update,
             f"minibatches is {self.minibatches}, more than episodes_per_update, "
             f"{self.episodes_per_update}",
+        )
+        require(
+            self.dual_clip is None or self.dual_clip > 1,
+            "dual_clip must be above 1, or null for none",
         )
         self._check_kl()
 
@@ -275,6 +291,12 @@ class PPOConfig(Stage):
         return left
 
     def _check_kl(self) -> None:
+        for place, kind in (("reward", "k1"), ("loss", "k3")):
+            name = f"kl_kind_in_{place}"
+            require(
+                self.kl_in in (place, "both") or getattr(self, name) == kind,
+                f"{name} has no effect where kl_in is {self.kl_in}",
+            )
         targets = (self.kl_target_per_sequence, self.kl_target_per_token)
         given = [target for target in targets if target is not None]
         require(

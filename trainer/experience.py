@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ppokern import gae, shaped_rewards, whiten
+from ppokern import gae, kl_estimate, shaped_rewards, whiten
 
 from .config import PPOConfig
 from .data import select
@@ -61,7 +61,8 @@ def make_experience(
         scores: `(S,)`.
         reference: frozen policy.
         critic: its number at a token is the value of the state that ends there.
-        config: temperature, truncation, gamma, gae_lambda and max_tokens_per_micro_batch are read.
+        config: temperature, truncation, kl_kind_in_reward, gamma, gae_lambda and
+            max_tokens_per_micro_batch are read.
         kl_coef: weight of the KL in the rewards; 0 where it is in the loss.
     """
     ids, cu_seqlens = rollouts.ids, rollouts.cu_seqlens
@@ -75,11 +76,12 @@ def make_experience(
     goes_on = ~rollouts.terminated & (config.truncation == "bootstrap")  # (S,)
     after = values[cu_seqlens[1:] - 1]  # (S,) behind the last token
 
-    rewards, kl = shaped_rewards(
+    rewards, _ = shaped_rewards(
         scores,
         rollouts.logprobs,
         ref_logprobs,
         kl_coef=kl_coef,
+        kl_kind=config.kl_kind_in_reward,
         mask=mask,
         cu_seqlens=cu_seqlens,
     )
@@ -100,7 +102,7 @@ def make_experience(
         ref_logprobs=ref_logprobs,
         values=values,
         rewards=rewards,
-        kl=kl,
+        kl=kl_estimate(rollouts.logprobs, ref_logprobs, "k1", mask),
         advantages=whiten(raw, mask),
         returns=returns,
         scores=scores,

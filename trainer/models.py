@@ -84,9 +84,11 @@ class Policy(nn.Module):
         hidden = _hidden(self.lm, Packed(cu_seqlens), ids)  # (total, H)
         targets, followed = next_token_targets(ids, cu_seqlens)
         mask = followed if mask is None else mask & followed
-        op = linear_ppo_loss if ppo else linear_selected_logprobs
         options = {"bias": head.bias, "mask": mask, "temperature": temperature, "softcap": softcap}
-        return op(hidden, head.weight, targets, **options, **ppo)
+        if not ppo:
+            return linear_selected_logprobs(hidden, head.weight, targets, **options)
+        options |= {"cu_seqlens": cu_seqlens}
+        return linear_ppo_loss(hidden, head.weight, targets, **options, **ppo)
 
     @torch.no_grad()
     def knows_its_head(self) -> bool:

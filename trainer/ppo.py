@@ -168,13 +168,14 @@ def run(
                 )
                 if update == 1 or update % config.check_every == 0:
                     logprobs = check_paths(models.policy, rollouts, config, metrics)
-                    check_sums(rollouts, experience, kl_in_reward)
+                    check_sums(rollouts, experience, kl_in_reward, config.kl_kind_in_reward)
                     if update == 1:
                         check_start(logprobs, rollouts, experience)
             with metrics.timed("time/learn"):
                 learn(models, experience, config, trained, kl_in_loss, shuffle, metrics)
 
-            observe(metrics, rollouts, experience, parts, kl_coef, kl_in_reward)
+            kind = config.kl_kind_in_reward
+            observe(metrics, rollouts, experience, parts, kl_coef, kl_in_reward, kind)
             controller.update(metrics, len(batch))
             row = metrics.means() | derived(metrics)
             log.write(update, row, line(row))
@@ -269,6 +270,7 @@ def backward(
         How far the policy has moved from the one that sampled: k3, nats a token.
     """
     tokens = minibatch.mask.sum().clamp(min=1)
+    responses = (sums(minibatch.mask, minibatch.cu_seqlens) > 0).sum().clamp(min=1)
     moved = torch.zeros((), device=tokens.device)
     lengths = minibatch.cu_seqlens.diff().tolist()
     for rows in micro_batches(lengths, config.max_tokens_per_micro_batch):
@@ -281,11 +283,15 @@ def backward(
             old_logprobs=batch.logprobs,
             advantages=batch.advantages,
             ref_logprobs=batch.ref_logprobs,
-            clip_range=config.clip_range,
+            clip_range=(config.clip_range, config.clip_range_high or config.clip_range),
+            dual_clip=config.dual_clip,
+            ratio=config.ratio,
+            aggregate=config.aggregate,
             entropy_coef=config.entropy_coef,
             entropy_stats=True,
             kl_coef=kl_coef,
-            denominator=tokens,
+            kl_kind=config.kl_kind_in_loss,
+            denominator=tokens if config.aggregate == "token_mean" else responses,
         )
         policy.loss.backward()  # before the critic's pass: its activations take the same room
         value = ppo_value_loss(
@@ -334,6 +340,7 @@ def observe(
     parts: dict[str, Tensor],
     kl_coef: float,
     kl_in_reward: float,
+    kl_kind: str,
 ) -> None:
     """What there is to say of an update's episodes, in the names that TRL's users know."""
     mask, ends = experience.mask, experience.cu_seqlens
@@ -349,8 +356,10 @@ def observe(
     metrics.add("objective/kl_k3", sums(k3, ends)[kept])
     sampled = -sums(rollouts.logprobs, ends)[kept]  # nats: a proxy; policy/entropy_avg is exact
     metrics.add("objective/entropy", sampled)
-    metrics.add("objective/non_score_reward", -kl_in_reward * kl)
-    metrics.add("objective/rlhf_reward", scores - kl_in_reward * kl)
+    penalty = kl_estimate(rollouts.logprobs, experience.ref_logprobs, kl_kind, mask)
+    penalty = kl_in_reward * sums(penalty, ends)[kept]
+    metrics.add("objective/non_score_reward", -penalty)
+    metrics.add("objective/rlhf_reward", scores - penalty)
     metrics.add("objective/shaped_reward", experience.rewards, mask)
     metrics.add("objective/advantage", experience.returns - experience.values, mask)
     metrics.add("objective/whitened_advantage_abs", experience.advantages.abs(), mask)

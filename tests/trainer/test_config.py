@@ -37,6 +37,14 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (GOOD_PPO, {"gae_lambda": -0.1}, "gae_lambda must be within"),
     (GOOD_PPO, {"target_kl": 0.0}, "target_kl must be positive"),
     (GOOD_PPO, {"prompt_tokens": 0}, "prompt_tokens must be positive"),
+    (GOOD_PPO, {"clip_range_high": 0.0}, "clip_range_high must be positive"),
+    (GOOD_PPO, {"dual_clip": 1.0}, "dual_clip must be above 1"),
+    (GOOD_PPO, {"kl_kind_in_loss": "k2"}, "kl_kind_in_loss has no effect where kl_in is reward"),
+    (
+        GOOD_PPO,
+        {"kl_in": "loss", "kl_kind_in_reward": "k2"},
+        "kl_kind_in_reward has no effect where kl_in is loss",
+    ),
     (GOOD_PPO, {"samples_per_prompt": 3}, "multiple of samples_per_prompt"),
     (GOOD_PPO, {"minibatches": 65}, "minibatches is 65, more than episodes_per_update, 64"),
     (GOOD_SFT, {"heldout": ""}, "heldout is missing"),
@@ -113,8 +121,8 @@ SFT: dict[str, Change] = SUPERVISED | {
 }
 REWARD: dict[str, Change] = SUPERVISED | {"pairs_per_step": ({}, {"pairs_per_step": 4})}
 # steps so large that the sampled KL is above 0
-ADAPTIVE = {"kl_controller": "adaptive", "kl_horizon_episodes": 100, "updates": 3}
-ADAPTIVE |= {"learning_rate": 1e-2}
+LARGE_STEPS: dict[str, Any] = {"updates": 3, "learning_rate": 1e-2}
+ADAPTIVE = LARGE_STEPS | {"kl_controller": "adaptive", "kl_horizon_episodes": 100}
 PPO: dict[str, Change] = COMMON | {
     "prompt_tokens": ({}, {"prompt_tokens": 3}),
     "critic": ({}, {"critic": ""}),
@@ -130,6 +138,10 @@ PPO: dict[str, Change] = COMMON | {
     "learning_rate": ({}, {"learning_rate": 1e-4}),
     "critic_learning_rate": ({}, {"critic_learning_rate": 1e-4}),
     "clip_range": ({}, {"clip_range": 0.01}),
+    "clip_range_high": ({}, {"clip_range_high": 0.001}),
+    "dual_clip": (LARGE_STEPS, {"dual_clip": 1.001}),
+    "ratio": ({}, {"ratio": "sequence"}),
+    "aggregate": ({"aggregate": "sequence_mean"}, {"aggregate": "sequence_sum"}),
     "value_clip_range": ({}, {"value_clip_range": None}),
     "gamma": ({}, {"gamma": 0.5}),
     "gae_lambda": ({}, {"gae_lambda": 0.5}),
@@ -137,6 +149,8 @@ PPO: dict[str, Change] = COMMON | {
     "target_kl": ({}, {"target_kl": 1e-6}),
     "kl_coef": ({}, {"kl_coef": 0.5}),
     "kl_in": ({"kl_in": "both"}, {"kl_in": "loss"}),
+    "kl_kind_in_reward": (LARGE_STEPS, {"kl_kind_in_reward": "k2"}),
+    "kl_kind_in_loss": (LARGE_STEPS | {"kl_in": "loss"}, {"kl_kind_in_loss": "k2"}),
     "kl_controller": ({}, {"kl_controller": "adaptive", "kl_target_per_token": 0.1}),
     "kl_target_per_sequence": (
         ADAPTIVE | {"kl_target_per_sequence": 99.0},

@@ -1,0 +1,113 @@
+"""The choices of the field: each has the effect that its name says, by hand-worked numbers."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_experience import experience
+from test_ppo import gradients, made
+from tiny import make_rollouts
+
+from trainer import ppo
+from trainer.check import check_sums
+from trainer.config import CheckFailed, PPOConfig
+from trainer.experience import Experience
+from trainer.metrics import Metrics
+from trainer.ppo import Models
+
+ROWS = [[1, 20, 30], [1, 20, 40, 50, 60]]  # responses of one token and of three
+
+
+def moved(models: Models, advantages: list[float], log_ratios: list[float]) -> Experience:
+    """An experience in which the log-ratio of each response token is as given."""
+    x = made(ROWS, 2, advantages, models)
+    x.logprobs[x.mask] -= torch.tensor(log_ratios)
+    return x
+
+
+def policy_loss(models: Models, config: PPOConfig, x: Experience, kl_coef: float = 0.0) -> float:
+    """The same however it is cut."""
+    found = []
+    for tokens in (64, 1):
+        metrics = Metrics()
+        ppo.backward(
+            models, x, replace(config, max_tokens_per_micro_batch=tokens), kl_coef, metrics
+        )
+        found.append((metrics.mean("loss/policy_avg"), gradients(models)))
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-5)
+    for a, b in zip(*(grads for _, grads in found), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    return found[0][0]
+
+
+UP = [math.log(1.5), math.log(2.0), 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "advantages", "log_ratios", "loss"),
+    [
+        # ratios 1.5; 2, 1, 1 and advantages 1; 1: kept at 1.2, 1.2, 1, 1
+        ({}, [1.0, 1.0], UP, -(1.2 + 1.2 + 1 + 1) / 4),
+        ({"clip_range_high": 0.6}, [1.0, 1.0], UP, -(1.5 + 1.6 + 1 + 1) / 4),
+        # below 1 the range is as it was: .5 under a negative advantage is kept at .8
+        ({"clip_range_high": 0.6}, [-1.0, 1.0], [math.log(0.5), 0.0, 0.0, 0.0], (0.8 - 3) / 4),
+        # with negative advantages nothing is clipped above, but by the second clip
+        ({}, [-1.0, -1.0], UP, (1.5 + 2 + 1 + 1) / 4),
+        ({"dual_clip": 1.25}, [-1.0, -1.0], UP, (1.25 + 1.25 + 1 + 1) / 4),
+        # one ratio a response: 1.5 and 2 ** (1 / 3) = 1.26
+        ({"ratio": "sequence", "clip_range": 0.9}, [1.0, 1.0], UP, -(1.5 + 3 * 2 ** (1 / 3)) / 4),
+        ({"ratio": "sequence"}, [1.0, 1.0], UP, -(1.2 + 3 * 1.2) / 4),
+        # advantages 1 and 2: means 1.2 and 2 * 3.2 / 3, and sums
+        ({"aggregate": "sequence_mean"}, [1.0, 2.0], UP, -(1.2 + 6.4 / 3) / 2),
+        ({"aggregate": "sequence_sum"}, [1.0, 2.0], UP, -(1.2 + 6.4) / 2),
+    ],
+)
+def test_the_policys_loss(
+    options: dict[str, Any],
+    advantages: list[float],
+    log_ratios: list[float],
+    loss: float,
+    ppo_config: PPOConfig,
+    models: Models,
+) -> None:
+    x = moved(models, advantages, log_ratios)
+    assert policy_loss(models, replace(ppo_config, **options), x) == pytest.approx(loss, rel=1e-5)
+
+
+KL_OF_2 = {"k1": math.log(2), "k2": math.log(2) ** 2 / 2, "k3": 0.5 - 1 + math.log(2)}
+
+
+@pytest.mark.parametrize("kind", KL_OF_2)
+def test_each_kl_in_the_loss(kind: str, ppo_config: PPOConfig, models: Models) -> None:
+    """One of four tokens is twice as likely as under the reference, and the gradient is the KL's.
+
+    With respect to that log-prob it is 1, log 2 and 1 - 1/2, a quarter of it in the mean.
+    """
+    x = moved(models, [0.0, 0.0], [0.0] * 4)
+    x.ref_logprobs = x.logprobs.clone()
+    x.ref_logprobs[1] -= math.log(2)
+    config = replace(ppo_config, kl_in="loss", kl_kind_in_loss=kind)
+    metrics, slope = Metrics(), {"k1": 1.0, "k2": math.log(2), "k3": 0.5}[kind]
+    ppo.backward(models, x, config, 0.4, metrics)
+    found = gradients(models)
+    chosen = models.policy(x.ids, x.cu_seqlens, x.mask)
+    if kind == "k1":  # those of the other tokens do not vanish where the ratio is 1
+        (0.4 * chosen.sum() / 4).backward()
+    else:
+        (0.4 * slope * chosen[1] / 4).backward()
+    for a, b in zip(found, gradients(models), strict=False):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KL_OF_2)
+def test_each_kl_in_the_reward(kind: str) -> None:
+    """The reference gives token 7 half the probability that sampling had."""
+    rollouts = make_rollouts([[5, 7]], [1], [True], logprob=-1.5 + math.log(2))
+    x = experience(rollouts, [2.0], kl_coef=0.3, kl_kind_in_reward=kind)
+    assert x.rewards[0] == pytest.approx(2 - 0.3 * KL_OF_2[kind])
+    assert x.kl[0] == pytest.approx(math.log(2))  # what is logged stays comparable
+    check_sums(rollouts, x, 0.3, kind)
+    with pytest.raises(CheckFailed, match="do not add up"):
+        check_sums(rollouts, x, 0.3, next(k for k in KL_OF_2 if k != kind))
