@@ -186,6 +186,10 @@ class PPOConfig(Stage):
     """Longest response."""
     temperature: float = 1.0
     """The same in sampling, training and reference."""
+    reward_scaling: Literal["none", "std", "mean_std"] = "none"
+    """Score over its running standard deviation, or its running mean taken off first."""
+    reward_clip: float | None = None
+    """Largest score either way, after scaling and before the penalty; null: none."""
     missing_eos_penalty: float = 0.0
     """Subtracted from the score of a response without an end token."""
     truncation: Literal["terminal", "bootstrap", "drop"] = "terminal"
@@ -259,7 +263,14 @@ class PPOConfig(Stage):
         _not_negative(self, "kl_coef", "entropy_coef", "missing_eos_penalty")
         for name in ("gamma", "gae_lambda"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within [0, 1]")
-        for name in ("prompt_tokens", "clip_range_high", "value_clip_range", "target_kl"):
+        optional = (
+            "prompt_tokens",
+            "reward_clip",
+            "clip_range_high",
+            "value_clip_range",
+            "target_kl",
+        )
+        for name in optional:
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be positive, or null for none")
         require(

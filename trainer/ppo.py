@@ -48,7 +48,7 @@ from .models import (
 from .optimise import Trained, adamw, clipped_step
 from .rollout import Rollouts, generate
 from .sample import respond, side_by_side
-from .scoring import RewardPart, load_rewards, score, source_file
+from .scoring import RewardPart, Scaling, load_rewards, score, source_file
 
 
 @dataclass
@@ -125,6 +125,7 @@ def run(
         (models.critic, adamw(models.critic, config.critic_learning_rate)),
     ]
     controller = KLController.of(config)
+    scaling = Scaling(config.reward_scaling, config.reward_clip)
     stop = stop_ids(models.tokenizer, models.policy.lm.generation_config)
     order = shuffled(len(prompts), config.seed)
     chance = torch.Generator(device).manual_seed(config.seed)  # of sampling
@@ -136,6 +137,7 @@ def run(
         "policy_optimizer": trained[0][1],
         "critic_optimizer": trained[1][1],
         "kl_controller": controller,
+        "reward_scaling": scaling,
         "order": order,
         "sampling": chance,
         "minibatches": shuffle,
@@ -162,7 +164,9 @@ def run(
                     generator=chance,
                 )
             with metrics.timed("time/experience"):
-                scores, parts = score(models.rewards, rollouts, config.missing_eos_penalty)  # (S,)
+                scores, parts = score(  # (S,)
+                    models.rewards, rollouts, config.missing_eos_penalty, scaling
+                )
                 experience = make_experience(
                     rollouts, scores, models.reference, models.critic, config, kl_in_reward
                 )

@@ -16,6 +16,7 @@ from trainer.config import CheckFailed, PPOConfig
 from trainer.experience import Experience
 from trainer.metrics import Metrics
 from trainer.ppo import Models
+from trainer.scoring import RewardPart, Scaling, score
 
 ROWS = [[1, 20, 30], [1, 20, 40, 50, 60]]  # responses of one token and of three
 
@@ -111,3 +112,33 @@ def test_each_kl_in_the_reward(kind: str) -> None:
     check_sums(rollouts, x, 0.3, kind)
     with pytest.raises(CheckFailed, match="do not add up"):
         check_sums(rollouts, x, 0.3, next(k for k in KL_OF_2 if k != kind))
+
+
+def test_scores_are_scaled_by_the_moments_of_all_so_far() -> None:
+    """1 and 3: mean 2, deviation 1. With 2, 4, 5: mean 3, squares 55 / 5 = 11, deviation sqrt 2."""
+    std, mean_std = Scaling("std", None), Scaling("mean_std", None)
+    first, second = torch.tensor([1.0, 3.0]), torch.tensor([2.0, 4.0, 5.0])
+    assert std(first).tolist() == [1.0, 3.0]
+    assert mean_std(first).tolist() == [-1.0, 1.0]
+    root = 2**0.5
+    resumed = Scaling("mean_std", None)
+    resumed.load_state_dict(mean_std.state_dict())
+    torch.testing.assert_close(std(second), second / root)
+    torch.testing.assert_close(resumed(second), (second - 3) / root)
+
+
+def test_scores_that_are_all_alike_are_not_divided_by_0() -> None:
+    alike = torch.full((3,), 0.1)
+    assert Scaling("std", None)(alike).tolist() == alike.tolist()
+    torch.testing.assert_close(Scaling("mean_std", None)(alike), torch.zeros(3))
+
+
+def test_clipping_comes_after_scaling_and_before_the_penalty() -> None:
+    """Of 2 * 4 and 2 * -4, deviation 8, remain 1 and -1, then .5 and -.5; the first has no end."""
+    rollouts = make_rollouts([[5, 7], [5, 9]], [1, 1], [False, True])
+    parts = [RewardPart("a", 2.0, lambda rollouts: torch.tensor([4.0, -4.0]))]
+    assert score(parts, rollouts, 3.0, Scaling("none", None))[0].tolist() == [5.0, -8.0]
+    assert score(parts, rollouts, 3.0, Scaling("std", None))[0].tolist() == [-2.0, -1.0]
+    total, each = score(parts, rollouts, 3.0, Scaling("std", 0.5))
+    assert total.tolist() == [-2.5, -0.5]
+    assert each["a"].tolist() == [4.0, -4.0]

@@ -38,6 +38,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (GOOD_PPO, {"target_kl": 0.0}, "target_kl must be positive"),
     (GOOD_PPO, {"prompt_tokens": 0}, "prompt_tokens must be positive"),
     (GOOD_PPO, {"clip_range_high": 0.0}, "clip_range_high must be positive"),
+    (GOOD_PPO, {"reward_clip": 0.0}, "reward_clip must be positive"),
     (GOOD_PPO, {"dual_clip": 1.0}, "dual_clip must be above 1"),
     (GOOD_PPO, {"kl_kind_in_loss": "k2"}, "kl_kind_in_loss has no effect where kl_in is reward"),
     (
@@ -131,6 +132,8 @@ PPO: dict[str, Change] = COMMON | {
     "samples_per_prompt": ({}, {"samples_per_prompt": 2}),
     "max_new_tokens": ({}, {"max_new_tokens": 5}),
     "temperature": ({}, {"temperature": 0.7}),
+    "reward_scaling": ({"reward_scaling": "std"}, {"reward_scaling": "mean_std"}),
+    "reward_clip": ({}, {"reward_clip": 0.1}),
     "missing_eos_penalty": ({}, {"missing_eos_penalty": 1.0}),
     "truncation": ({"truncation": "bootstrap"}, {"truncation": "drop"}),
     "ppo_epochs": ({}, {"ppo_epochs": 1}),
