@@ -175,6 +175,8 @@ class PPOConfig(Stage):
     """Weight of each part: a reward model's folder, `FILE.py:name` or `module:name`."""
     critic: str = ""
     """Reward model's folder to start the critic from; else the policy's body, a head of zeros."""
+    critic_kind: Literal["separate", "head"] = "separate"
+    """A model of its own, or a value head on the policy's trunk: one pass for both."""
 
     updates: int = 60
     """Rounds of sampling and training."""
@@ -203,6 +205,10 @@ class PPOConfig(Stage):
     """Of the policy."""
     critic_learning_rate: float = 1e-3
     """Of the critic."""
+    critic_warmup_updates: int = 0
+    """First updates, in which only the critic learns."""
+    value_coef: float = 0.1
+    """Weight of the critic's loss in a trunk that it shares with the policy."""
     clip_range: float = 0.2
     """Of the probability ratio, below 1, and above where nothing else is said."""
     clip_range_high: float | None = None
@@ -260,7 +266,9 @@ class PPOConfig(Stage):
         _positive(self, "ppo_epochs", "minibatches", "check_every", "sample_every")
         _positive(self, "save_every_updates")
         _positive(self, "temperature", "learning_rate", "critic_learning_rate", "clip_range")
+        _positive(self, "value_coef")
         _not_negative(self, "kl_coef", "entropy_coef", "missing_eos_penalty")
+        _not_negative(self, "critic_warmup_updates")
         for name in ("gamma", "gae_lambda"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within [0, 1]")
         optional = (
@@ -286,6 +294,17 @@ class PPOConfig(Stage):
             self.dual_clip is None or self.dual_clip > 1,
             "dual_clip must be above 1, or null for none",
         )
+        require(
+            self.critic_warmup_updates < self.updates,
+            "critic_warmup_updates must be below updates, else the policy never learns",
+        )
+        if self.critic_kind == "head":
+            require(not self.critic, "critic has no effect where critic_kind is head")
+        else:
+            require(
+                self.value_coef == PPOConfig.value_coef,
+                "value_coef has no effect on a critic of its own",
+            )
         self._check_kl()
 
     def saves_after(self, step: int) -> bool:

@@ -6,7 +6,7 @@ state that ends with `ids[i]`, and the transition that chose the token behind it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -17,7 +17,7 @@ from ppokern import gae, kl_estimate, shaped_rewards, whiten
 
 from .config import PPOConfig
 from .data import select
-from .models import Policy, Scorer, forward_all
+from .models import Policy, forward_all
 from .rollout import Rollouts
 
 
@@ -50,7 +50,7 @@ def make_experience(
     rollouts: Rollouts,
     scores: Tensor,
     reference: Policy,
-    critic: Scorer,
+    critic: Callable[[Tensor, Tensor], Tensor],
     config: PPOConfig,
     kl_coef: float,
 ) -> Experience:

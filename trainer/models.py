@@ -59,8 +59,9 @@ class Policy(nn.Module):
         *,
         temperature: float = 1.0,
         cache: KeyValueCache | None = None,
+        states: bool = False,
         **ppo: Any,
-    ) -> Tensor | Loss:
+    ) -> Tensor | Loss | tuple[Loss, Tensor]:
         """Log-probs of the tokens that follow, or a loss on them, or logits to sample from.
 
         Args:
@@ -70,6 +71,7 @@ class Policy(nn.Module):
                 The last of each sequence has none and counts as masked.
             temperature: of log-probs and loss.
             cache: asks for the logits behind the last token of each row, `(b, V)`.
+            states: asks for what a `ValueHead` reads, `(total, H)`: alone, or beside the loss.
             **ppo: tensors `(total,)` and options of `ppokern.linear_ppo_loss`: ask for that loss.
 
         Returns:
@@ -82,13 +84,16 @@ class Policy(nn.Module):
             return logits if softcap is None else softcap * torch.tanh(logits / softcap)
         assert cu_seqlens is not None
         hidden = _hidden(self.lm, Packed(cu_seqlens), ids)  # (total, H)
+        if states and not ppo:
+            return hidden
         targets, followed = next_token_targets(ids, cu_seqlens)
         mask = followed if mask is None else mask & followed
         options = {"bias": head.bias, "mask": mask, "temperature": temperature, "softcap": softcap}
         if not ppo:
             return linear_selected_logprobs(hidden, head.weight, targets, **options)
         options |= {"cu_seqlens": cu_seqlens}
-        return linear_ppo_loss(hidden, head.weight, targets, **options, **ppo)
+        loss = linear_ppo_loss(hidden, head.weight, targets, **options, **ppo)
+        return (loss, hidden) if states else loss
 
     @torch.no_grad()
     def knows_its_head(self) -> bool:
@@ -121,6 +126,25 @@ class Scorer(nn.Module):
         config, head = self.model.config, cast(nn.Module, self.model.score)
         hidden = _hidden(self.model, Packed(cu_seqlens), ids)  # (total, H)
         return (head(hidden).squeeze(-1).float() - config.score_mean) / config.score_std
+
+
+class ValueHead(nn.Module):
+    """A critic on the policy's trunk: it reads the states that the policy's own pass has made.
+
+    It stands beside the policy, not in it, so that it has an optimiser of its own and its gradient
+    flows through what the policy returns.
+    """
+
+    def __init__(self, width: int) -> None:
+        """Begins with zeros."""
+        super().__init__()
+        self.score = nn.Linear(width, 1)
+        nn.init.zeros_(self.score.weight)
+        nn.init.zeros_(self.score.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """A value for each state: `(total, H)` to `(total,)`, float32."""
+        return self.score(states).squeeze(-1).float()
 
 
 def _hidden(model: PreTrainedModel, layout: Packed | KeyValueCache, ids: Tensor) -> Tensor:

@@ -84,9 +84,14 @@ def _ppo(config: PPOConfig, model: PreTrainedConfig, longest: int) -> Plan:
         ),
         "optimiser steps an update": f"{config.ppo_epochs} epochs x {config.minibatches} = {steps}",
         "optimiser steps": f"{steps * config.updates:,} in {config.updates:,} updates",
-        "parameters": f"{parameter_count(model):,}, in 2 trained, {_frozen(config)} frozen models",
+        "parameters": f"{parameter_count(model):,}, in {_trained(config)} trained, "
+        f"{_frozen(config)} frozen models",
         "memory": f"about {memory(config, model, longest) / MIB:,.0f} MiB, and the program itself",
     }
+
+
+def _trained(config: PPOConfig) -> int:
+    return 1 + (config.critic_kind == "separate")
 
 
 def _frozen(config: PPOConfig) -> int:
@@ -105,7 +110,7 @@ def memory(
         rows = ceil(config.episodes_per_update / config.minibatches)
         longest += config.max_new_tokens
         cache = config.episodes_per_update * longest * model.num_hidden_layers * model.hidden_size
-        models = 2 * 16 + 4 * _frozen(config)  # bytes a parameter
+        models = 16 * _trained(config) + 4 * _frozen(config)  # bytes a parameter
     else:
         rows = config.sequences_per_step if isinstance(config, SFTConfig) else config.pairs_per_step
         longest = config.max_tokens * (1 if isinstance(config, SFTConfig) else 2)

@@ -39,6 +39,7 @@ from .metrics import Metrics, RunLog, distinct, repeated
 from .models import (
     Policy,
     Scorer,
+    ValueHead,
     load_policy,
     load_scorer,
     load_tokenizer,
@@ -57,9 +58,16 @@ class Models:
 
     tokenizer: PreTrainedTokenizerBase
     policy: Policy
-    critic: Scorer
+    critic: Scorer | ValueHead
     reference: Policy
     rewards: list[RewardPart]
+    shared: bool = False  # the critic is a head on the policy's trunk
+
+    def values(self, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """The critic's, `(total,)`."""
+        if self.shared:
+            return self.critic(self.policy(ids, cu_seqlens, states=True))
+        return self.critic(ids, cu_seqlens)
 
     def frozen(self) -> list[nn.Module]:
         """Those that no step may change."""
@@ -67,7 +75,8 @@ class Models:
 
     def context_tokens(self) -> int:
         """Longest sequence that all of them can read."""
-        scorers = [self.critic, *(part.model for part in self.rewards if part.model)]
+        scorers = [self.critic, *(part.model for part in self.rewards)]
+        scorers = [scorer for scorer in scorers if isinstance(scorer, Scorer)]
         return min(module.context_tokens for module in (self.policy, *scorers))
 
 
@@ -168,7 +177,7 @@ def run(
                     models.rewards, rollouts, config.missing_eos_penalty, scaling
                 )
                 experience = make_experience(
-                    rollouts, scores, models.reference, models.critic, config, kl_in_reward
+                    rollouts, scores, models.reference, models.values, config, kl_in_reward
                 )
                 if update == 1 or update % config.check_every == 0:
                     logprobs = check_paths(models.policy, rollouts, config, metrics)
@@ -176,11 +185,14 @@ def run(
                     if update == 1:
                         check_start(logprobs, rollouts, experience)
             with metrics.timed("time/learn"):
-                learn(models, experience, config, trained, kl_in_loss, shuffle, metrics)
+                warming = update <= config.critic_warmup_updates
+                learning = trained[1:] if warming else trained
+                learn(models, experience, config, learning, kl_in_loss, shuffle, metrics)
 
             kind = config.kl_kind_in_reward
             observe(metrics, rollouts, experience, parts, kl_coef, kl_in_reward, kind)
-            controller.update(metrics, len(batch))
+            if not warming:  # else the KL stands still
+                controller.update(metrics, len(batch))
             row = metrics.means() | derived(metrics)
             log.write(update, row, line(row))
             if update % config.sample_every == 0:
@@ -193,7 +205,8 @@ def run(
         respond(side, models.reference, models.rewards, models.tokenizer, prompts[:8], config)
         for side in sides
     ]
-    save_model(run_dir / "critic", models.critic.model, models.tokenizer)
+    if isinstance(models.critic, Scorer):
+        save_model(run_dir / "critic", models.critic.model, models.tokenizer)
     save_model(run_dir / "policy", models.policy.lm, models.tokenizer)
     write_json(run_dir / "samples.json", side_by_side(*written))
     write_json(run_dir / "summary.json", row)
@@ -203,14 +216,19 @@ def run(
 def load(config: PPOConfig, device: torch.device) -> Models:
     """The four models as they stand before the first update."""
     tokenizer = load_tokenizer(config.model)
-    critic = load_scorer(config.critic) if config.critic else new_scorer(config.model)
-    critic.model.config.update({"reward_head_trained": False})  # it foresees scores, it gives none
+    policy = load_policy(config.model).to(device)
+    if config.critic_kind == "head":
+        critic = ValueHead(policy.lm.config.hidden_size)
+    else:
+        critic = load_scorer(config.critic) if config.critic else new_scorer(config.model)
+        critic.model.config.update({"reward_head_trained": False})  # it foresees, it gives none
     return Models(
         tokenizer,
-        load_policy(config.model).to(device),
+        policy,
         critic.to(device),
         load_policy(config.model).requires_grad_(False).to(device),
         load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch),
+        shared=config.critic_kind == "head",
     )
 
 
@@ -233,19 +251,25 @@ def learn(
     shuffle: torch.Generator,
     metrics: Metrics,
 ) -> None:
-    """`ppo_epochs * minibatches` steps on one experience, fewer where `target_kl` ends them."""
+    """`ppo_epochs * minibatches` steps on one experience, fewer where `target_kl` ends them.
+
+    `trained` are policy and critic, or the critic alone.
+    """
+    learning = ("policy", "critic")[-len(trained) :]
     before = [steps_taken(optimizer) for _, optimizer in trained]
     taken = 0
     for minibatch in minibatches(experience, config, shuffle):
-        moved = backward(models, minibatch, config, kl_coef, metrics)
+        moved = backward(
+            models, minibatch, config, kl_coef, metrics, policy_learns="policy" in learning
+        )
         if config.target_kl is not None and moved > config.target_kl:
             metrics.add("early_stops", 1.0)
             break
         norms, stepped = clipped_step(trained, config.max_grad_norm)
         taken += stepped
         metrics.add("skipped_steps", not stepped)
-        metrics.add("grad_norm/policy", norms[0])
-        metrics.add("grad_norm/critic", norms[1])
+        for name, norm in zip(learning, norms, strict=True):
+            metrics.add(f"grad_norm/{name}", norm)
     metrics.add("optimizer_steps", taken)
     for (module, optimizer), start in zip(trained, before, strict=True):
         module.zero_grad()
@@ -266,7 +290,12 @@ def minibatches(
 
 
 def backward(
-    models: Models, minibatch: Experience, config: PPOConfig, kl_coef: float, metrics: Metrics
+    models: Models,
+    minibatch: Experience,
+    config: PPOConfig,
+    kl_coef: float,
+    metrics: Metrics,
+    policy_learns: bool = True,
 ) -> float:
     """Gradients of a minibatch, the same however it is cut.
 
@@ -279,34 +308,41 @@ def backward(
     lengths = minibatch.cu_seqlens.diff().tolist()
     for rows in micro_batches(lengths, config.max_tokens_per_micro_batch):
         batch = minibatch.rows(rows)
-        policy = models.policy(
-            batch.ids,
-            batch.cu_seqlens,
-            batch.mask,
-            temperature=config.temperature,
-            old_logprobs=batch.logprobs,
-            advantages=batch.advantages,
-            ref_logprobs=batch.ref_logprobs,
-            clip_range=(config.clip_range, config.clip_range_high or config.clip_range),
-            dual_clip=config.dual_clip,
-            ratio=config.ratio,
-            aggregate=config.aggregate,
-            entropy_coef=config.entropy_coef,
-            entropy_stats=True,
-            kl_coef=kl_coef,
-            kl_kind=config.kl_kind_in_loss,
-            denominator=tokens if config.aggregate == "token_mean" else responses,
-        )
-        policy.loss.backward()  # before the critic's pass: its activations take the same room
+        with torch.set_grad_enabled(policy_learns):
+            policy, states = models.policy(
+                batch.ids,
+                batch.cu_seqlens,
+                batch.mask,
+                states=True,
+                temperature=config.temperature,
+                old_logprobs=batch.logprobs,
+                advantages=batch.advantages,
+                ref_logprobs=batch.ref_logprobs,
+                clip_range=(config.clip_range, config.clip_range_high or config.clip_range),
+                dual_clip=config.dual_clip,
+                ratio=config.ratio,
+                aggregate=config.aggregate,
+                entropy_coef=config.entropy_coef,
+                entropy_stats=True,
+                kl_coef=kl_coef,
+                kl_kind=config.kl_kind_in_loss,
+                denominator=tokens if config.aggregate == "token_mean" else responses,
+            )
+        if models.shared:
+            values = models.critic(states)
+        else:
+            if policy_learns:  # before the critic's pass: its activations take the same room
+                policy.loss.backward()
+            values = models.critic(batch.ids, batch.cu_seqlens)
         value = ppo_value_loss(
-            models.critic(batch.ids, batch.cu_seqlens),
+            values,
             batch.values,
             batch.returns,
             mask=batch.mask,
             clip_range=config.value_clip_range,
             denominator=tokens,
         )
-        value.loss.backward()
+        (policy.loss + config.value_coef * value.loss if models.shared else value.loss).backward()
 
         count = batch.mask.sum()
         for name, stat in POLICY_STATS.items():

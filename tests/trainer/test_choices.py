@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from test_experience import experience
-from test_ppo import gradients, made
+from test_ppo import gradients, made, trained_by
 from tiny import make_rollouts
 
 from trainer import ppo
@@ -15,6 +16,7 @@ from trainer.check import check_sums
 from trainer.config import CheckFailed, PPOConfig
 from trainer.experience import Experience
 from trainer.metrics import Metrics
+from trainer.models import ValueHead
 from trainer.ppo import Models
 from trainer.scoring import RewardPart, Scaling, score
 
@@ -142,3 +144,84 @@ def test_clipping_comes_after_scaling_and_before_the_penalty() -> None:
     total, each = score(parts, rollouts, 3.0, Scaling("std", 0.5))
     assert total.tolist() == [-2.5, -0.5]
     assert each["a"].tolist() == [4.0, -4.0]
+
+
+@pytest.fixture
+def shared(ppo_config: PPOConfig) -> tuple[PPOConfig, Models]:
+    """A critic that is a head on the policy's trunk, and not at its start."""
+    config = replace(ppo_config, critic="", critic_kind="head")
+    models = ppo.load(config, torch.device("cpu"))
+    torch.nn.init.normal_(models.critic.score.weight)
+    return config, models
+
+
+def test_a_value_head_learns_as_a_critic_with_the_same_trunk(
+    shared: tuple[PPOConfig, Models],
+) -> None:
+    """Its gradient is that of 0.1 times the value loss, in the head and through it in the trunk.
+
+    The trunk is passed through once for log-probs and values.
+    """
+    config, models = shared
+    assert isinstance(models.critic, ValueHead)
+    x = made(ROWS, 2, [1.0, -1.0], models)
+    passes = []
+    models.policy.lm.base_model.register_forward_hook(lambda *_: passes.append(1))
+    metrics = Metrics()
+    ppo.backward(models, x, config, 0.0, metrics)
+    assert len(passes) == 1
+    assert metrics.mean("loss/policy_avg") == pytest.approx(0.5, abs=1e-6)  # T9's
+    assert metrics.mean("loss/value_avg") == pytest.approx(0.5, abs=1e-6)
+    together = gradients(models)
+
+    mask = x.mask
+    logprobs = models.policy(x.ids, x.cu_seqlens, mask)
+    ratio = (logprobs - x.logprobs).exp()
+    wrong = models.values(x.ids, x.cu_seqlens) - x.returns
+    (-(ratio * x.advantages)[mask].sum() / 4 + 0.1 * 0.5 * wrong[mask].square().mean()).backward()
+    for a, b in zip(together, gradients(models), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+    assert together[-2].abs().sum() > 0  # the head's weight
+
+
+def test_a_value_head_has_a_learning_rate_of_its_own(shared: tuple[PPOConfig, Models]) -> None:
+    """Adam's first step is the learning rate itself, either way."""
+    config, models = shared
+    config = replace(config, critic_learning_rate=0.25, ppo_epochs=1, minibatches=1)
+    x, before = made(ROWS, 2, [1.0, -1.0], models), models.critic.score.weight.clone()
+    trained = trained_by(models, config)
+    ppo.learn(models, x, config, trained, 0.0, torch.Generator(), Metrics())
+    torch.testing.assert_close(
+        (models.critic.score.weight - before).abs(),
+        torch.full_like(before, 0.25),
+        rtol=1e-3,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("kind", ["separate", "head"])
+def test_while_the_critic_warms_up_the_policy_stands_still(
+    kind: str, ppo_config: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Models, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+    inner = ppo.learn
+
+    def spy(models: Models, *rest: Any) -> None:
+        states = [
+            {k: v.clone() for k, v in module.state_dict().items()}
+            for module in (models.policy, models.critic)
+        ]
+        inner(models, *rest)
+        seen.append((models, *states))
+
+    monkeypatch.setattr(ppo, "learn", spy)
+    given = {"critic_kind": kind, "critic": "" if kind == "head" else ppo_config.critic}
+    ppo.run(replace(ppo_config, updates=3, critic_warmup_updates=2, **given))
+    models, policies = seen[0][0], [policy for _, policy, _ in seen]
+    policies.append(models.policy.state_dict())
+    critics = [critic for _, _, critic in seen] + [models.critic.state_dict()]
+    same = [
+        [all(torch.equal(a[k], b[k]) for k in a) for a, b in pairwise(x)]
+        for x in (policies, critics)
+    ]
+    assert same == [[True, True, False], [False, False, False]]
