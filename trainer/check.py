@@ -34,8 +34,8 @@ def check_frozen(trained: Sequence[nn.Module], frozen: Sequence[nn.Module]) -> N
     if any(parameter.requires_grad for module in frozen for parameter in module.parameters()):
         raise CheckFailed("reference or reward model has a parameter that would be trained")
     addresses = [
-        {p.data_ptr() for module in group for p in module.parameters()}
-        for group in (trained, frozen)
+        {p.data_ptr() for module in group for p in module.parameters() if p.requires_grad in which}
+        for group, which in ((trained, {True}), (frozen, {True, False}))
     ]
     if addresses[0] & addresses[1]:
         raise CheckFailed("reference or reward model shares a parameter with policy or critic")

@@ -178,6 +178,11 @@ class PPOConfig(Stage):
     critic_kind: Literal["separate", "head"] = "separate"
     """A model of its own, or a value head on the policy's trunk: one pass for both."""
 
+    lora_rank: int | None = None
+    """The policy learns in adapters of this rank beside frozen weights; null: in all weights."""
+    lora_alpha: float = 32.0
+    """What an adapter adds is weighted by this over its rank."""
+
     updates: int = 60
     """Rounds of sampling and training."""
     episodes_per_update: int = 64
@@ -273,6 +278,7 @@ class PPOConfig(Stage):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within [0, 1]")
         optional = (
             "prompt_tokens",
+            "lora_rank",
             "reward_clip",
             "clip_range_high",
             "value_clip_range",
@@ -297,6 +303,11 @@ class PPOConfig(Stage):
         require(
             self.critic_warmup_updates < self.updates,
             "critic_warmup_updates must be below updates, else the policy never learns",
+        )
+        _positive(self, "lora_alpha")
+        require(
+            self.lora_rank is not None or self.lora_alpha == PPOConfig.lora_alpha,
+            "lora_alpha has no effect without a lora_rank",
         )
         if self.critic_kind == "head":
             require(not self.critic, "critic has no effect where critic_kind is head")

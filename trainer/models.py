@@ -30,7 +30,7 @@ from transformers.utils import logging
 from ppokern import Loss, linear_ppo_loss, linear_selected_logprobs, next_token_targets
 
 from .attention import KeyValueCache, Packed, use_packed
-from .config import Scratch, require
+from .config import Scratch, UserError, require
 from .data import micro_batches, packed, select
 
 logging.set_verbosity_error()  # warnings: of fresh heads, of padding without a mask; both are meant
@@ -78,6 +78,12 @@ class Policy(nn.Module):
             `(total,)` log-probs in nats, 0 where masked; or a `Loss`; or `(b, V)` logits.
         """
         head: Any = self.lm.get_output_embeddings()
+        if hasattr(
+            head, "base_layer"
+        ):  # the ops read the weight: they would pass over what is added
+            raise UserError(
+                "the language head has an adapter on it: put adapters on the trunk alone"
+            )
         softcap = getattr(self.lm.config, "final_logit_softcapping", None)
         if cache is not None:
             logits = head(cache.last(_hidden(self.lm, cache, ids)))  # (b, V)
@@ -245,7 +251,8 @@ def new_policy(scratch: Scratch, tokenizer: PreTrainedTokenizerBase) -> Policy:
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model's folder."""
-    require_model(folder)
+    if not (Path(folder) / "adapter_config.json").is_file():
+        require_model(folder)
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
@@ -300,6 +307,10 @@ def _load(auto: Any, folder: str, **options: Any) -> tuple[Any, list[str]]:
 
 def require_model(folder: str) -> None:
     """Raises a `UserError` unless `folder` holds a model."""
+    require(
+        not (Path(folder) / "adapter_config.json").is_file(),
+        f"{folder} is an adapter and no whole model: `export` makes one of its run",
+    )
     require(
         (Path(folder) / "config.json").is_file(),
         f"{folder} is not the folder of a model: it has no config.json",

@@ -91,7 +91,8 @@ def _ppo(config: PPOConfig, model: PreTrainedConfig, longest: int) -> Plan:
 
 
 def _trained(config: PPOConfig) -> int:
-    return 1 + (config.critic_kind == "separate")
+    """Whole models: adapters are small, and stand beside the weights of the reference."""
+    return (config.lora_rank is None) + (config.critic_kind == "separate")
 
 
 def _frozen(config: PPOConfig) -> int:

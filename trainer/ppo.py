@@ -35,6 +35,7 @@ from .checkpoint import Checkpoints, save_model, write_json
 from .config import CheckFailed, PPOConfig
 from .data import micro_batches, read_prompts, shuffled, stop_ids, sums
 from .experience import Experience, make_experience
+from .lora import adapter_of, add_adapter, save_policy
 from .metrics import Metrics, RunLog, distinct, repeated
 from .models import (
     Policy,
@@ -141,7 +142,7 @@ def run(
     shuffle = torch.Generator().manual_seed(config.seed)  # of minibatches
 
     parts = {
-        "policy": models.policy,
+        "policy": adapter_of(models.policy) if config.lora_rank else models.policy,
         "critic": models.critic,
         "policy_optimizer": trained[0][1],
         "critic_optimizer": trained[1][1],
@@ -207,7 +208,7 @@ def run(
     ]
     if isinstance(models.critic, Scorer):
         save_model(run_dir / "critic", models.critic.model, models.tokenizer)
-    save_model(run_dir / "policy", models.policy.lm, models.tokenizer)
+    save_policy(run_dir / "policy", models.policy.lm, models.tokenizer)
     write_json(run_dir / "samples.json", side_by_side(*written))
     write_json(run_dir / "summary.json", row)
     return row
@@ -217,6 +218,11 @@ def load(config: PPOConfig, device: torch.device) -> Models:
     """The four models as they stand before the first update."""
     tokenizer = load_tokenizer(config.model)
     policy = load_policy(config.model).to(device)
+    if config.lora_rank:
+        adapter = (config.lora_rank, config.lora_alpha, config.seed)
+        reference = add_adapter(policy, config.model, *adapter)
+    else:
+        reference = load_policy(config.model).requires_grad_(False).to(device)
     if config.critic_kind == "head":
         critic = ValueHead(policy.lm.config.hidden_size)
     else:
@@ -226,7 +232,7 @@ def load(config: PPOConfig, device: torch.device) -> Models:
         tokenizer,
         policy,
         critic.to(device),
-        load_policy(config.model).requires_grad_(False).to(device),
+        reference,
         load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch),
         shared=config.critic_kind == "head",
     )

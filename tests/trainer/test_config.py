@@ -44,6 +44,9 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (GOOD_PPO, {"critic": "c", "critic_kind": "head"}, "critic has no effect where"),
     (GOOD_PPO, {"value_coef": 0.5}, "value_coef has no effect on a critic of its own"),
     (GOOD_PPO, {"critic_kind": "head", "value_coef": 0.0}, "value_coef must be positive"),
+    (GOOD_PPO, {"lora_rank": 0}, "lora_rank must be positive"),
+    (GOOD_PPO, {"lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha must be positive"),
+    (GOOD_PPO, {"lora_alpha": 8.0}, "lora_alpha has no effect without a lora_rank"),
     (GOOD_PPO, {"dual_clip": 1.0}, "dual_clip must be above 1"),
     (GOOD_PPO, {"kl_kind_in_loss": "k2"}, "kl_kind_in_loss has no effect where kl_in is reward"),
     (
@@ -132,6 +135,8 @@ ADAPTIVE = LARGE_STEPS | {"kl_controller": "adaptive", "kl_horizon_episodes": 10
 PPO: dict[str, Change] = COMMON | {
     "prompt_tokens": ({}, {"prompt_tokens": 3}),
     "critic": ({}, {"critic": ""}),
+    "lora_rank": ({}, {"lora_rank": 2}),
+    "lora_alpha": ({"lora_rank": 2}, {"lora_alpha": 1.0}),
     "updates": ({}, {"updates": 1}),
     "episodes_per_update": ({}, {"episodes_per_update": 4}),
     "samples_per_prompt": ({}, {"samples_per_prompt": 2}),
@@ -231,6 +236,8 @@ def test_every_option_has_an_effect(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if option.startswith("lora"):
+        pytest.importorskip("peft", reason="needs the extra lora")
     run, config = bases[stage]
     base, change = {"sft": SFT, "reward": REWARD, "ppo": PPO}[stage][option]
     known = {item.name for item in fields(config)}
