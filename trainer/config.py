@@ -169,6 +169,8 @@ class RewardConfig(Supervised):
 class PPOConfig(Stage):
     """PPO with four models: policy, critic, frozen reference, frozen reward model or functions."""
 
+    train: dict[str, float] | str = ""
+    """JSONL file of prompts, or several, each with its share of an update's prompts as a weight."""
     prompt_tokens: int | None = None
     """The prompt is the first so many tokens of a row's `{"text"}`; null: its `{"prompt"}`."""
     rewards: dict[str, float] = field(default_factory=dict)
@@ -266,6 +268,10 @@ class PPOConfig(Stage):
             bool(self.model),
             "model is missing: the folder of the model that policy and reference start from",
         )
+        require(
+            all(0 < weight < float("inf") for weight in self.prompt_files().values()),
+            "train: the weight of each file must be positive",
+        )
         require(bool(self.rewards), "rewards is empty: name a reward model's folder or a function")
         _positive(self, "updates", "episodes_per_update", "samples_per_prompt", "max_new_tokens")
         _positive(self, "ppo_epochs", "minibatches", "check_every", "sample_every")
@@ -321,6 +327,10 @@ class PPOConfig(Stage):
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after this update."""
         return step % self.save_every_updates == 0 or step == self.updates
+
+    def prompt_files(self) -> dict[str, float]:
+        """The weight of each file of prompts."""
+        return self.train if isinstance(self.train, dict) else {self.train: 1.0}
 
     def longest_prompt(self, context_tokens: int) -> int:
         """What a context leaves for a prompt: a response, and an end token to score, follow it."""

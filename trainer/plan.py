@@ -48,8 +48,11 @@ def show(config: SFTConfig | RewardConfig | PPOConfig | DemoConfig) -> None:
     if isinstance(config, PPOConfig):
         room = config.longest_prompt(model.max_position_embeddings)
         tokenizer = load_tokenizer(config.model)
-        prompts = read_prompts(config.train, tokenizer, config.prompt_tokens, room)
-        longest = max(len(prompt.ids) for prompt in prompts)
+        longest = max(
+            len(prompt.ids)
+            for file in config.prompt_files()
+            for prompt in read_prompts(file, tokenizer, config.prompt_tokens, room)
+        )
     table(config.run_dir, plan(config, model, longest))
 
 

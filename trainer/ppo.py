@@ -33,7 +33,7 @@ from ppokern import kl_estimate, ppo_value_loss
 from .check import check_frozen, check_paths, check_start, check_sums
 from .checkpoint import Checkpoints, save_model, write_json
 from .config import CheckFailed, PPOConfig
-from .data import micro_batches, read_prompts, shuffled, stop_ids, sums
+from .data import micro_batches, mixed, read_prompts, stop_ids, sums
 from .experience import Experience, make_experience
 from .lora import adapter_of, add_adapter, save_policy
 from .metrics import Metrics, RunLog, distinct, repeated
@@ -127,7 +127,9 @@ def run(
     device = pick_device()
     models = load(config, device)
     longest = config.longest_prompt(models.context_tokens())
-    prompts = read_prompts(config.train, models.tokenizer, config.prompt_tokens, longest)
+    files = config.prompt_files()
+    read = [read_prompts(x, models.tokenizer, config.prompt_tokens, longest) for x in files]
+    prompts = list(itertools.chain.from_iterable(read))
     check_frozen([models.policy, models.critic], models.frozen())
 
     trained = [
@@ -137,7 +139,7 @@ def run(
     controller = KLController.of(config)
     scaling = Scaling(config.reward_scaling, config.reward_clip)
     stop = stop_ids(models.tokenizer, models.policy.lm.generation_config)
-    order = shuffled(len(prompts), config.seed)
+    order = mixed(list(map(len, read)), list(files.values()), config.seed)
     chance = torch.Generator(device).manual_seed(config.seed)  # of sampling
     shuffle = torch.Generator().manual_seed(config.seed)  # of minibatches
 
@@ -245,7 +247,8 @@ def inputs(config: PPOConfig) -> dict[str, Path]:
         for source in config.rewards
     }
     critic = {"critic": Path(config.critic)} if config.critic else {}
-    return {"reference": Path(config.model), "data": Path(config.train), **rewards, **critic}
+    data = {f"data in {file}": Path(file) for file in config.prompt_files()}
+    return {"reference": Path(config.model), **data, **rewards, **critic}
 
 
 def learn(

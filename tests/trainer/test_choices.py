@@ -1,19 +1,23 @@
 """The choices of the field: each has the effect that its name says, by hand-worked numbers."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from test_experience import experience
 from test_ppo import gradients, made, trained_by
 from tiny import make_rollouts
 
+from trainer import __main__ as cli
 from trainer import ppo
 from trainer.check import check_sums
-from trainer.config import CheckFailed, PPOConfig
+from trainer.config import CheckFailed, PPOConfig, UserError
+from trainer.data import write_rows
 from trainer.experience import Experience
 from trainer.metrics import Metrics
 from trainer.models import ValueHead
@@ -225,3 +229,28 @@ def test_while_the_critic_warms_up_the_policy_stands_still(
         for x in (policies, critics)
     ]
     assert same == [[True, True, False], [False, False, False]]
+
+
+def test_prompts_come_from_several_files_by_weight(
+    ppo_config: PPOConfig, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given as YAML; each file is among the inputs that must be as they were."""
+    write_rows(tmp_path / "other.jsonl", [{"prompt": "another one"}])
+    files = {str(text / "prompts.jsonl"): 1, str(tmp_path / "other.jsonl"): 4}
+    seen = []
+    inner = ppo.generate
+
+    def spy(policy: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.extend(prompt.value for prompt in prompts)
+        return inner(policy, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(ppo, "generate", spy)
+    options = replace(ppo_config, episodes_per_update=64, updates=1, prompt_tokens=None)
+    given = {**asdict(options), "train": files}
+    (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(given))
+    assert cli.main(["ppo", "--config", str(tmp_path / "ppo.yaml")]) == 0
+    assert 40 < seen[:64].count("another one") < 60  # of 64, 4 / 5 are to be
+    assert set(seen) == {"another one", "the film", "the plot", "the cast is"}
+    (tmp_path / "other.jsonl").write_text('{"prompt": "yet another"}\n')
+    with pytest.raises(UserError, match=r"the data in .*other\.jsonl .* has changed"):
+        ppo.run(replace(options, train=files), resume=True)

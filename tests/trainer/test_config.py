@@ -47,6 +47,8 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (GOOD_PPO, {"lora_rank": 0}, "lora_rank must be positive"),
     (GOOD_PPO, {"lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha must be positive"),
     (GOOD_PPO, {"lora_alpha": 8.0}, "lora_alpha has no effect without a lora_rank"),
+    (GOOD_PPO, {"train": {}}, "train is missing"),
+    (GOOD_PPO, {"train": {"a": 1.0, "b": 0.0}}, "weight of each file must be positive"),
     (GOOD_PPO, {"dual_clip": 1.0}, "dual_clip must be above 1"),
     (GOOD_PPO, {"kl_kind_in_loss": "k2"}, "kl_kind_in_loss has no effect where kl_in is reward"),
     (
