@@ -41,7 +41,9 @@ Config = SFTConfig | RewardConfig | PPOConfig
 FREE = "run_dir tensorboard keep_last_checkpoints save_every_steps save_every_updates".split()
 
 # What a stage writes besides config.yaml.
-OUTPUTS = "checkpoints metrics.jsonl model policy critic samples.json summary.json events.*".split()
+OUTPUTS = (
+    "checkpoints metrics.jsonl model policy best critic samples.json summary.json events.*".split()
+)
 
 
 class Stateful(Protocol):

@@ -254,6 +254,17 @@ class PPOConfig(Stage):
     kl_horizon_episodes: int = 10000
     """Responses in which an adaptive coefficient changes by a fifth at most."""
 
+    heldout: str = ""
+    """JSONL file of prompts that nothing is learned from, to evaluate on; else none is done."""
+    evaluation_prompts: int = 64
+    """So many of them, from the top."""
+    evaluate_every_updates: int = 10
+    """Updates between two evaluations; the last update has one too."""
+    judge: str = ""
+    """Reward function or model that is none of the rewards: its verdict is `eval/judge`."""
+    best_metric: Literal["eval/judge", "eval/score", "eval/rlhf_reward"] | None = None
+    """The policy with the highest is kept in run_dir/best; null: none is."""
+
     check_every: int = 10
     """Updates between two self-checks (the first is before the first step)."""
     sample_every: int = 10
@@ -322,6 +333,7 @@ class PPOConfig(Stage):
                 self.value_coef == PPOConfig.value_coef,
                 "value_coef has no effect on a critic of its own",
             )
+        self._check_evaluation()
         self._check_kl()
 
     def saves_after(self, step: int) -> bool:
@@ -340,6 +352,22 @@ class PPOConfig(Stage):
             f"max_new_tokens is {self.max_new_tokens}: too many for a context of {context_tokens}",
         )
         return left
+
+    def _check_evaluation(self) -> None:
+        _positive(self, "evaluation_prompts", "evaluate_every_updates")
+        for name in ("evaluation_prompts", "evaluate_every_updates", "judge", "best_metric"):
+            require(
+                bool(self.heldout) or getattr(self, name) == getattr(PPOConfig, name),
+                f"{name} has no effect without heldout, a file of prompts to evaluate on",
+            )
+        require(
+            self.heldout not in self.prompt_files(), "heldout is a file that is learned from: train"
+        )
+        require(self.judge not in self.rewards, "judge is one of the rewards: it must be another")
+        require(
+            bool(self.judge) or self.best_metric != "eval/judge",
+            "best_metric eval/judge needs a judge",
+        )
 
     def _check_kl(self) -> None:
         for place, kind in (("reward", "k1"), ("loss", "k3")):

@@ -34,6 +34,7 @@ from .check import check_frozen, check_paths, check_start, check_sums
 from .checkpoint import Checkpoints, save_model, write_json
 from .config import CheckFailed, PPOConfig
 from .data import micro_batches, mixed, read_prompts, stop_ids, sums
+from .evaluation import Evaluation
 from .experience import Experience, make_experience
 from .lora import adapter_of, add_adapter, save_policy
 from .metrics import Metrics, RunLog, distinct, repeated
@@ -130,6 +131,7 @@ def run(
     files = config.prompt_files()
     read = [read_prompts(x, models.tokenizer, config.prompt_tokens, longest) for x in files]
     prompts = list(itertools.chain.from_iterable(read))
+    evaluation = Evaluation(config, models.tokenizer, device, longest)
     check_frozen([models.policy, models.critic], models.frozen())
 
     trained = [
@@ -150,6 +152,7 @@ def run(
         "critic_optimizer": trained[1][1],
         "kl_controller": controller,
         "reward_scaling": scaling,
+        "evaluation": evaluation,
         "order": order,
         "sampling": chance,
         "minibatches": shuffle,
@@ -196,6 +199,7 @@ def run(
             observe(metrics, rollouts, experience, parts, kl_coef, kl_in_reward, kind)
             if not warming:  # else the KL stands still
                 controller.update(metrics, len(batch))
+            evaluation.after(update, models.policy, models.reference, models.rewards, metrics)
             row = metrics.means() | derived(metrics)
             log.write(update, row, line(row))
             if update % config.sample_every == 0:
@@ -242,13 +246,16 @@ def load(config: PPOConfig, device: torch.device) -> Models:
 
 def inputs(config: PPOConfig) -> dict[str, Path]:
     """What a run reads and does not change."""
+    functions = {f"reward {source}": source for source in config.rewards}
+    functions |= {"judge": config.judge} if config.judge else {}
     rewards = {
-        f"reward {source}": source_file(source) if ":" in source else Path(source)
-        for source in config.rewards
+        name: source_file(source) if ":" in source else Path(source)
+        for name, source in functions.items()
     }
+    heldout = {"held-out data": Path(config.heldout)} if config.heldout else {}
     critic = {"critic": Path(config.critic)} if config.critic else {}
     data = {f"data in {file}": Path(file) for file in config.prompt_files()}
-    return {"reference": Path(config.model), **data, **rewards, **critic}
+    return {"reference": Path(config.model), **data, **heldout, **rewards, **critic}
 
 
 def learn(

@@ -1,6 +1,8 @@
 """The choices of the field: each has the effect that its name says, by hand-worked numbers."""
 
+import json
 import math
+import shutil
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -9,19 +11,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from crash import differences
 from test_experience import experience
 from test_ppo import gradients, made, trained_by
 from tiny import make_rollouts
 
 from trainer import __main__ as cli
-from trainer import ppo
+from trainer import ppo, scoring
 from trainer.check import check_sums
 from trainer.config import CheckFailed, PPOConfig, UserError
-from trainer.data import write_rows
+from trainer.data import read_prompts, write_rows
 from trainer.experience import Experience
 from trainer.metrics import Metrics
-from trainer.models import ValueHead
+from trainer.models import ValueHead, load_policy
 from trainer.ppo import Models
+from trainer.sample import respond
 from trainer.scoring import RewardPart, Scaling, score
 
 ROWS = [[1, 20, 30], [1, 20, 40, 50, 60]]  # responses of one token and of three
@@ -254,3 +258,106 @@ def test_prompts_come_from_several_files_by_weight(
     (tmp_path / "other.jsonl").write_text('{"prompt": "yet another"}\n')
     with pytest.raises(UserError, match=r"the data in .*other\.jsonl .* has changed"):
         ppo.run(replace(options, train=files), resume=True)
+
+
+def judged(policies: list[int]) -> Any:
+    """A judge whose verdict is, call after call, each of the given numbers."""
+    verdicts = iter(policies)
+
+    def judge(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        return [float(next(verdicts))] * len(completions)
+
+    return judge
+
+
+@pytest.fixture
+def evaluated(ppo_config: PPOConfig, text: Path) -> PPOConfig:
+    return replace(
+        ppo_config,
+        heldout=str(text / "heldout.jsonl"),
+        judge=str(Path(__file__).parent / "judges.py:length"),
+        evaluate_every_updates=1,
+        evaluation_prompts=5,
+        learning_rate=1e-2,
+        updates=4,
+        save_every_updates=2,
+    )
+
+
+def rows_of(config: PPOConfig) -> list[dict[str, Any]]:
+    lines = Path(config.run_dir, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_best_policy_is_kept_by_the_metric_that_was_named(
+    evaluated: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdicts 1, 3, 2, 3: the best is the policy after the second update, no matter its score."""
+    config, written, inner = replace(evaluated, best_metric="eval/judge"), [], ppo.learn
+
+    def spy(models: Models, *rest: Any) -> None:
+        inner(models, *rest)
+        written.append(models.policy.lm.lm_head.weight.clone())
+
+    monkeypatch.setattr(ppo, "learn", spy)
+    monkeypatch.setattr(scoring, "load_function", lambda source: judged([1, 3, 2, 3]))
+    ppo.run(config)
+    best = load_policy(str(Path(config.run_dir, "best"))).lm.lm_head.weight
+    assert [torch.equal(best, x) for x in written] == [False, True, False, False]
+    rows = rows_of(config)
+    assert [row["eval/judge"] for row in rows] == [1, 3, 2, 3]
+    assert [row["eval/best"] for row in rows] == [1, 3, 3, 3]
+
+
+def test_an_evaluation_is_what_held_out_prompts_say(evaluated: PPOConfig) -> None:
+    """The same numbers as `respond`, on the same prompts, with the same chance."""
+    ppo.run(replace(evaluated, updates=1))
+    (row,) = rows_of(evaluated)
+    policy = load_policy(str(Path(evaluated.run_dir, "policy")))
+    models = ppo.load(evaluated, torch.device("cpu"))
+    prompts = read_prompts(evaluated.heldout, models.tokenizer, 2, 20)[:5]
+    said = respond(policy, models.reference, models.rewards, models.tokenizer, prompts, evaluated)
+    means = {
+        "eval/judge": sum(len(x.text) for x in said) / 5,
+        "eval/score": sum(x.score for x in said) / 5,
+        "eval/kl": sum(x.kl for x in said) / 5,
+        "eval/rlhf_reward": sum(x.score - 0.1 * x.kl for x in said) / 5,
+        "eval/length": sum(len(x.ids) for x in said) / 5,
+    }
+    assert {name: row[name] for name in means} == pytest.approx(means, abs=1e-5)
+    assert not Path(evaluated.run_dir, "best").exists()  # no metric was named
+
+
+def test_evaluation_is_of_no_matter_to_training(evaluated: PPOConfig, tmp_path: Path) -> None:
+    quiet = replace(
+        evaluated, run_dir=str(tmp_path / "quiet"), evaluate_every_updates=10, updates=2
+    )
+    evaluated = replace(evaluated, updates=2)
+    for config in (evaluated, quiet):
+        ppo.run(config)
+    assert ["eval/judge" in row for row in rows_of(quiet)] == [False, True]
+    policies = [Path(c.run_dir, "policy/model.safetensors") for c in (evaluated, quiet)]
+    assert policies[0].read_bytes() == policies[1].read_bytes()
+
+
+def test_choices_with_state_go_on_to_the_same_bits(
+    evaluated: PPOConfig, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running moments, the order of two files, the best value, a value head."""
+    config = replace(
+        evaluated,
+        critic="",
+        critic_kind="head",
+        critic_warmup_updates=1,
+        reward_scaling="mean_std",
+        best_metric="eval/rlhf_reward",
+        train={str(text / "train.jsonl"): 1.0, str(text / "other.jsonl"): 2.0},
+    )
+    write_rows(text / "other.jsonl", [{"text": "the plot is dull to me"}] * 3)
+    whole = replace(config, run_dir=str(tmp_path / "whole"))
+    ppo.run(whole)
+    ppo.run(config)
+    shutil.rmtree(Path(config.run_dir, "checkpoints/00000004"))
+    ppo.run(config, resume=True)
+    assert [row["step"] for row in rows_of(config)] == [1, 2, 3, 4]
+    assert differences(Path(whole.run_dir), Path(config.run_dir)) == []

@@ -49,6 +49,13 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (GOOD_PPO, {"lora_alpha": 8.0}, "lora_alpha has no effect without a lora_rank"),
     (GOOD_PPO, {"train": {}}, "train is missing"),
     (GOOD_PPO, {"train": {"a": 1.0, "b": 0.0}}, "weight of each file must be positive"),
+    (GOOD_PPO, {"judge": "g.py:g"}, "judge has no effect without heldout"),
+    (GOOD_PPO, {"evaluation_prompts": 9}, "evaluation_prompts has no effect without heldout"),
+    (GOOD_PPO, {"best_metric": "eval/score"}, "best_metric has no effect without heldout"),
+    (GOOD_PPO, {"heldout": "t"}, "heldout is a file that is learned from"),
+    (GOOD_PPO, {"heldout": "h", "judge": "f.py:f"}, "judge is one of the rewards"),
+    (GOOD_PPO, {"heldout": "h", "best_metric": "eval/judge"}, "eval/judge needs a judge"),
+    (GOOD_PPO, {"heldout": "h", "evaluate_every_updates": 0}, "every_updates must be positive"),
     (GOOD_PPO, {"dual_clip": 1.0}, "dual_clip must be above 1"),
     (GOOD_PPO, {"kl_kind_in_loss": "k2"}, "kl_kind_in_loss has no effect where kl_in is reward"),
     (
@@ -134,6 +141,7 @@ REWARD: dict[str, Change] = SUPERVISED | {"pairs_per_step": ({}, {"pairs_per_ste
 # steps so large that the sampled KL is above 0
 LARGE_STEPS: dict[str, Any] = {"updates": 3, "learning_rate": 1e-2}
 ADAPTIVE = LARGE_STEPS | {"kl_controller": "adaptive", "kl_horizon_episodes": 100}
+JUDGE = str(Path(__file__).parent / "judges.py:length")
 PPO: dict[str, Change] = COMMON | {
     "prompt_tokens": ({}, {"prompt_tokens": 3}),
     "critic": ({}, {"critic": ""}),
@@ -182,6 +190,10 @@ PPO: dict[str, Change] = COMMON | {
         ADAPTIVE | {"kl_target_per_token": 0.1},
         {"kl_horizon_episodes": 50},
     ),
+    "evaluation_prompts": ({}, {"evaluation_prompts": 3}),
+    "evaluate_every_updates": ({}, {"evaluate_every_updates": 1}),
+    "judge": ({}, {"judge": JUDGE}),
+    "best_metric": ({}, {"best_metric": "eval/score"}),
     "check_every": ({}, {"check_every": 2}),
     "sample_every": ({}, {"sample_every": 1}),
     "save_every_updates": ({}, {"save_every_updates": 1}),
@@ -219,7 +231,7 @@ def bases(
             reward.run,
             RewardConfig(model=trained["model"], max_tokens=32, **short, **pairs),
         ),
-        "ppo": (ppo.run, ppo_config),
+        "ppo": (ppo.run, replace(ppo_config, heldout=str(text / "heldout.jsonl"))),
     }
 
 
