@@ -216,6 +216,12 @@ class PPOConfig(Stage):
     """First updates, in which only the critic learns."""
     value_coef: float = 0.1
     """Weight of the critic's loss in a trunk that it shares with the policy."""
+    objective: Literal["clip", "penalty"] = "clip"
+    """What keeps a step small: a clipped ratio, or a penalty on the KL from old to new policy."""
+    penalty_coef: float = 1.0
+    """First weight of that KL; doubled and halved by what an update has moved."""
+    penalty_target_per_token: float = 0.01
+    """In nats a token: what that KL is led to at the last step of an update."""
     clip_range: float = 0.2
     """Of the probability ratio, below 1, and above where nothing else is said."""
     clip_range_high: float | None = None
@@ -333,6 +339,7 @@ class PPOConfig(Stage):
                 self.value_coef == PPOConfig.value_coef,
                 "value_coef has no effect on a critic of its own",
             )
+        self._check_objective()
         self._check_evaluation()
         self._check_kl()
 
@@ -352,6 +359,21 @@ class PPOConfig(Stage):
             f"max_new_tokens is {self.max_new_tokens}: too many for a context of {context_tokens}",
         )
         return left
+
+    def _check_objective(self) -> None:
+        _positive(self, "penalty_coef", "penalty_target_per_token")
+        idle = ("penalty_coef", "penalty_target_per_token")
+        if self.objective == "penalty":
+            idle = ("clip_range", "clip_range_high", "dual_clip", "ratio", "aggregate", "kl_in")
+            require(
+                self.ppo_epochs * self.minibatches > 1,
+                "objective penalty needs more than one step an update: the first has moved nothing",
+            )
+        for name in idle:
+            require(
+                getattr(self, name) == getattr(PPOConfig, name),
+                f"{name} has no effect where objective is {self.objective}",
+            )
 
     def _check_evaluation(self) -> None:
         _positive(self, "evaluation_prompts", "evaluate_every_updates")

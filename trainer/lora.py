@@ -103,7 +103,7 @@ def load_trained(folder: str) -> Policy:
 
 def _peft() -> Any:
     try:
-        import peft
+        import peft  # type: ignore[import-not-found]
     except ImportError:
         raise UserError("lora_rank needs peft: pip install 'ppokern[lora]'") from None
     return peft

@@ -120,6 +120,33 @@ class KLController:
         self.coef = state_dict["coef"]
 
 
+@dataclass
+class PenaltyController:
+    """The weight of the KL from old to new policy, where that is what keeps a step small.
+
+    Halved where the KL is below `target / 1.5`, doubled above `1.5 * target` (Schulman et al. 2017,
+    section 4).
+    """
+
+    coef: float
+    target: float
+
+    def update(self, moved: float) -> None:
+        """Moves the weight after an update that has come so far."""
+        if moved < self.target / 1.5:
+            self.coef /= 2
+        elif moved > self.target * 1.5:
+            self.coef *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes while a run goes on."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Goes on from there."""
+        self.coef = state_dict["coef"]
+
+
 def run(
     config: PPOConfig, overwrite: bool = False, resume: bool = False
 ) -> dict[str, float | None]:
@@ -139,6 +166,7 @@ def run(
         (models.critic, adamw(models.critic, config.critic_learning_rate)),
     ]
     controller = KLController.of(config)
+    penalty = PenaltyController(config.penalty_coef, config.penalty_target_per_token)
     scaling = Scaling(config.reward_scaling, config.reward_clip)
     stop = stop_ids(models.tokenizer, models.policy.lm.generation_config)
     order = mixed(list(map(len, read)), list(files.values()), config.seed)
@@ -151,6 +179,7 @@ def run(
         "policy_optimizer": trained[0][1],
         "critic_optimizer": trained[1][1],
         "kl_controller": controller,
+        "penalty_controller": penalty,
         "reward_scaling": scaling,
         "evaluation": evaluation,
         "order": order,
@@ -193,12 +222,24 @@ def run(
             with metrics.timed("time/learn"):
                 warming = update <= config.critic_warmup_updates
                 learning = trained[1:] if warming else trained
-                learn(models, experience, config, learning, kl_in_loss, shuffle, metrics)
+                moved = learn(
+                    models,
+                    experience,
+                    config,
+                    learning,
+                    kl_in_loss,
+                    shuffle,
+                    metrics,
+                    penalty.coef * (config.objective == "penalty"),
+                )
 
             kind = config.kl_kind_in_reward
             observe(metrics, rollouts, experience, parts, kl_coef, kl_in_reward, kind)
             if not warming:  # else the KL stands still
                 controller.update(metrics, len(batch))
+                if config.objective == "penalty":
+                    metrics.add("penalty_coef", penalty.coef)
+                    penalty.update(moved)
             evaluation.after(update, models.policy, models.reference, models.rewards, metrics)
             row = metrics.means() | derived(metrics)
             log.write(update, row, line(row))
@@ -266,17 +307,21 @@ def learn(
     kl_coef: float,
     shuffle: torch.Generator,
     metrics: Metrics,
-) -> None:
+    penalty_coef: float = 0.0,
+) -> float:
     """`ppo_epochs * minibatches` steps on one experience, fewer where `target_kl` ends them.
 
     `trained` are policy and critic, or the critic alone.
+
+    Returns:
+        How far the policy had moved before the last step: k3, nats a token.
     """
     learning = ("policy", "critic")[-len(trained) :]
     before = [steps_taken(optimizer) for _, optimizer in trained]
-    taken = 0
+    taken, moved = 0, 0.0
     for minibatch in minibatches(experience, config, shuffle):
         moved = backward(
-            models, minibatch, config, kl_coef, metrics, policy_learns="policy" in learning
+            models, minibatch, config, kl_coef, metrics, "policy" in learning, penalty_coef
         )
         if config.target_kl is not None and moved > config.target_kl:
             metrics.add("early_stops", 1.0)
@@ -293,6 +338,7 @@ def learn(
             raise CheckFailed(
                 f"{taken} optimiser steps were due, {steps_taken(optimizer) - start} were taken"
             )
+    return moved
 
 
 def minibatches(
@@ -312,6 +358,7 @@ def backward(
     kl_coef: float,
     metrics: Metrics,
     policy_learns: bool = True,
+    penalty_coef: float = 0.0,
 ) -> float:
     """Gradients of a minibatch, the same however it is cut.
 
@@ -332,17 +379,13 @@ def backward(
                 states=True,
                 temperature=config.temperature,
                 old_logprobs=batch.logprobs,
-                advantages=batch.advantages,
-                ref_logprobs=batch.ref_logprobs,
-                clip_range=(config.clip_range, config.clip_range_high or config.clip_range),
                 dual_clip=config.dual_clip,
                 ratio=config.ratio,
                 aggregate=config.aggregate,
                 entropy_coef=config.entropy_coef,
                 entropy_stats=True,
-                kl_coef=kl_coef,
-                kl_kind=config.kl_kind_in_loss,
                 denominator=tokens if config.aggregate == "token_mean" else responses,
+                **step_limit(batch, config, kl_coef, penalty_coef),
             )
         if models.shared:
             values = models.critic(states)
@@ -365,12 +408,38 @@ def backward(
             metrics.add_sum(name, policy.stats[stat] * count, count)
         if config.value_clip_range is not None:
             metrics.add_sum("val/clipfrac_avg", value.stats["value_clip_fraction"] * count, count)
-        metrics.add_sum("loss/policy_avg", policy.stats["policy_loss"], 0)
+        surplus = penalty_coef * policy.stats["ratio_mean"] * count / tokens  # see step_limit
+        metrics.add_sum("loss/policy_avg", policy.stats["policy_loss"] - surplus, 0)
         metrics.add_sum("loss/value_avg", value.stats["value_loss"], 0)
         moved += policy.stats["approx_kl_k3"] * count / tokens
     metrics.add_sum("loss/policy_avg", 0.0, 1)
     metrics.add_sum("loss/value_avg", 0.0, 1)
     return moved.item()
+
+
+def step_limit(
+    batch: Experience, config: PPOConfig, kl_coef: float, penalty_coef: float
+) -> dict[str, Any]:
+    """The options of the policy's loss that depend on the objective.
+
+    The penalty is `b * (r - 1 - log r)`, of the KL from old to new policy. It is never
+    negative; with `-r * A` before it, that is `-r * (A - b) - b * log r - b`.
+    """
+    if config.objective == "penalty":
+        return {
+            "advantages": batch.advantages - penalty_coef,
+            "ref_logprobs": batch.logprobs,
+            "clip_range": (1.0, math.inf),  # a ratio is never below 0, nor above this
+            "kl_coef": -penalty_coef,
+            "kl_kind": "k1",
+        }
+    return {
+        "advantages": batch.advantages,
+        "ref_logprobs": batch.ref_logprobs,
+        "clip_range": (config.clip_range, config.clip_range_high or config.clip_range),
+        "kl_coef": kl_coef,
+        "kl_kind": config.kl_kind_in_loss,
+    }
 
 
 POLICY_STATS = {
@@ -396,7 +465,7 @@ def observe(
     parts: dict[str, Tensor],
     kl_coef: float,
     kl_in_reward: float,
-    kl_kind: str,
+    kl_kind: str = "k1",
 ) -> None:
     """What there is to say of an update's episodes, in the names that TRL's users know."""
     mask, ends = experience.mask, experience.cu_seqlens

@@ -214,13 +214,14 @@ def test_while_the_critic_warms_up_the_policy_stands_still(
     seen: list[tuple[Models, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
     inner = ppo.learn
 
-    def spy(models: Models, *rest: Any) -> None:
+    def spy(models: Models, *rest: Any) -> float:
         states = [
             {k: v.clone() for k, v in module.state_dict().items()}
             for module in (models.policy, models.critic)
         ]
-        inner(models, *rest)
+        result = inner(models, *rest)
         seen.append((models, *states))
+        return result
 
     monkeypatch.setattr(ppo, "learn", spy)
     given = {"critic_kind": kind, "critic": "" if kind == "head" else ppo_config.critic}
@@ -295,9 +296,10 @@ def test_the_best_policy_is_kept_by_the_metric_that_was_named(
     """Verdicts 1, 3, 2, 3: the best is the policy after the second update, no matter its score."""
     config, written, inner = replace(evaluated, best_metric="eval/judge"), [], ppo.learn
 
-    def spy(models: Models, *rest: Any) -> None:
-        inner(models, *rest)
+    def spy(models: Models, *rest: Any) -> float:
+        result = inner(models, *rest)
         written.append(models.policy.lm.lm_head.weight.clone())
+        return result
 
     monkeypatch.setattr(ppo, "learn", spy)
     monkeypatch.setattr(scoring, "load_function", lambda source: judged([1, 3, 2, 3]))
@@ -361,3 +363,35 @@ def test_choices_with_state_go_on_to_the_same_bits(
     ppo.run(config, resume=True)
     assert [row["step"] for row in rows_of(config)] == [1, 2, 3, 4]
     assert differences(Path(whole.run_dir), Path(config.run_dir)) == []
+
+
+def test_the_penalty_in_place_of_the_clip(ppo_config: PPOConfig, models: Models) -> None:
+    """Ratios 1.5; 2, 1, 1 count in full, and `b * (r - 1 - log r)` beside them has its gradient."""
+    x = moved(models, [1.0, 1.0], UP)
+    config, metrics = replace(ppo_config, objective="penalty"), Metrics()
+    ppo.backward(models, x, config, 0.0, metrics, penalty_coef=0.7)
+    assert metrics.mean("loss/policy_avg") == pytest.approx(-(1.5 + 2 + 1 + 1) / 4, rel=1e-5)
+    assert metrics.mean("policy/clipfrac_avg") == 0
+    found = gradients(models)
+    log_ratio = (models.policy(x.ids, x.cu_seqlens, x.mask) - x.logprobs)[x.mask]
+    ratio = log_ratio.exp()
+    (-ratio * 1.0 + 0.7 * (ratio - 1 - log_ratio)).mean().backward()
+    expected = [p.grad for p in models.policy.parameters() if p.grad is not None]
+    for a, b in zip(found, expected, strict=False):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("moved", "coef"), [(0.019, 0.5), (0.021, 1.0), (0.044, 1.0), (0.046, 2.0)]
+)
+def test_the_penaltys_weight_follows_its_target(moved: float, coef: float) -> None:
+    """Target .03: halved below .02, doubled above .045."""
+    controller = ppo.PenaltyController(1.0, 0.03)
+    controller.update(moved)
+    assert controller.coef == coef
+
+
+def test_a_run_with_a_penalty_moves_its_weight(ppo_config: PPOConfig) -> None:
+    config = replace(ppo_config, objective="penalty", penalty_target_per_token=9.0, updates=3)
+    ppo.run(config)
+    assert [row["penalty_coef"] for row in rows_of(config)] == [1.0, 0.5, 0.25]

@@ -20,6 +20,7 @@ from trainer.config import (
 GOOD_PPO = PPOConfig(run_dir="r", model="m", train="t", rewards={"f.py:f": 1.0})
 GOOD_SFT = SFTConfig(run_dir="r", train="t", heldout="h")
 GOOD_REWARD = RewardConfig(run_dir="r", train="t", heldout="h", model="m")
+PENALTY: dict[str, Any] = {"objective": "penalty"}
 BAD: list[tuple[Any, dict[str, Any], str]] = [
     (GOOD_PPO, {"run_dir": ""}, "run_dir is missing"),
     (GOOD_PPO, {"train": ""}, "train is missing"),
@@ -56,6 +57,11 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (GOOD_PPO, {"heldout": "h", "judge": "f.py:f"}, "judge is one of the rewards"),
     (GOOD_PPO, {"heldout": "h", "best_metric": "eval/judge"}, "eval/judge needs a judge"),
     (GOOD_PPO, {"heldout": "h", "evaluate_every_updates": 0}, "every_updates must be positive"),
+    (GOOD_PPO, {"penalty_coef": 2.0}, "penalty_coef has no effect where objective is clip"),
+    (GOOD_PPO, PENALTY | {"clip_range": 0.1}, "clip_range has no effect where objective is pen"),
+    (GOOD_PPO, PENALTY | {"kl_in": "loss"}, "kl_in has no effect where objective is penalty"),
+    (GOOD_PPO, PENALTY | {"penalty_coef": 0.0}, "penalty_coef must be positive"),
+    (GOOD_PPO, PENALTY | {"ppo_epochs": 1, "minibatches": 1}, "more than one step an update"),
     (GOOD_PPO, {"dual_clip": 1.0}, "dual_clip must be above 1"),
     (GOOD_PPO, {"kl_kind_in_loss": "k2"}, "kl_kind_in_loss has no effect where kl_in is reward"),
     (
@@ -163,6 +169,12 @@ PPO: dict[str, Change] = COMMON | {
     "critic_kind": ({"critic": ""}, {"critic_kind": "head"}),
     "critic_warmup_updates": ({}, {"critic_warmup_updates": 1}),
     "value_coef": ({"critic": "", "critic_kind": "head"}, {"value_coef": 0.5}),
+    "objective": ({}, {"objective": "penalty"}),
+    "penalty_coef": ({"objective": "penalty"}, {"penalty_coef": 9.0}),
+    "penalty_target_per_token": (
+        LARGE_STEPS | {"objective": "penalty", "penalty_target_per_token": 9.0},
+        {"penalty_target_per_token": 1e-9},
+    ),
     "clip_range": ({}, {"clip_range": 0.01}),
     "clip_range_high": ({}, {"clip_range_high": 0.001}),
     "dual_clip": (LARGE_STEPS, {"dual_clip": 1.001}),
