@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from . import distributed
 from .config import CheckFailed, PPOConfig
 from .data import select, sums
 from .experience import Experience
@@ -50,8 +51,8 @@ def check_paths(policy: Policy, rollouts: Rollouts, config: PPOConfig, metrics: 
     tokens = (rollouts.ids, rollouts.mask)
     again = forward_all(path, config.max_tokens_per_micro_batch, rollouts.cu_seqlens, *tokens)
     change = (again - rollouts.logprobs)[rollouts.mask].double()  # nats
-    ratio = change.expm1().abs().max().item()
-    metrics.add("consistency/ratio_error_max", ratio)
+    ratio = change.expm1().abs().max().item() if len(change) else 0.0
+    metrics.add("consistency/ratio_error_max", distributed.largest(ratio))
     metrics.add("consistency/logprob_difference", change.abs())
     if not ratio <= RATIO_LIMIT:
         raise CheckFailed(
@@ -64,7 +65,8 @@ def check_paths(policy: Policy, rollouts: Rollouts, config: PPOConfig, metrics: 
 
 def check_start(logprobs: Tensor, rollouts: Rollouts, experience: Experience) -> None:
     """Before the first step the policy is its reference."""
-    distance = (logprobs - experience.ref_logprobs)[rollouts.mask].abs().max().item()
+    distances = (logprobs - experience.ref_logprobs)[rollouts.mask].abs()
+    distance = distances.max().item() if len(distances) else 0.0
     if not distance <= KL_LIMIT:
         raise CheckFailed(
             f"before the first step the reference differs from the policy by up to {distance:.2g} "
@@ -75,8 +77,8 @@ def check_start(logprobs: Tensor, rollouts: Rollouts, experience: Experience) ->
 
 def check_sums(rollouts: Rollouts, experience: Experience, kl_coef: float) -> None:
     """Every response token is a transition; a response's rewards add up to its score less KL."""
-    starts = [len(prompt.ids) for prompt in rollouts.prompts]
-    chosen = rollouts.lengths - torch.tensor(starts, device=rollouts.lengths.device)  # (S,)
+    starts = rollouts.lengths.new_tensor([len(prompt.ids) for prompt in rollouts.prompts])
+    chosen = rollouts.lengths - starts  # (S,)
     if not torch.equal(sums(rollouts.mask, rollouts.cu_seqlens).long(), chosen):
         raise CheckFailed(
             "the mask does not have one place for each response token; the likely cause: packing"

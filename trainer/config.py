@@ -82,6 +82,8 @@ class Stage:
     """Gradients are scaled down to this norm; the norm before is logged."""
     tensorboard: bool = False
     """Write TensorBoard files beside metrics.jsonl."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun, each process holds the trained models whole (DDP) or in part (FSDP2)."""
     keep_last_checkpoints: int = 2
     """Older ones are removed, each once a newer one stands."""
 

@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppokern import kl_estimate, ppo_value_loss
 
+from . import distributed
 from .check import check_frozen, check_paths, check_start, check_sums
 from .checkpoint import Checkpoints, save_model, write_json
 from .config import CheckFailed, PPOConfig
@@ -120,6 +121,8 @@ def run(
     prompts = read_prompts(config.train, models.tokenizer, config.prompt_tokens, longest)
     check_frozen([models.policy, models.critic], models.frozen())
 
+    models.policy = distributed.wrap(models.policy, config.parallel)
+    models.critic = distributed.wrap(models.critic, config.parallel)
     trained = [
         (models.policy, adamw(models.policy, config.learning_rate)),
         (models.critic, adamw(models.critic, config.critic_learning_rate)),
@@ -152,7 +155,7 @@ def run(
 
             asked = itertools.islice(order, config.episodes_per_update // config.samples_per_prompt)
             batch = [prompts[i] for i in asked for _ in range(config.samples_per_prompt)]
-            with metrics.timed("time/rollout"):
+            with metrics.timed("time/rollout"), distributed.whole(models.policy):
                 rollouts = generate(
                     models.policy,
                     batch,
@@ -160,8 +163,10 @@ def run(
                     max_new_tokens=config.max_new_tokens,
                     temperature=config.temperature,
                     generator=chance,
+                    rows=distributed.share(len(batch)),
                 )
-            with metrics.timed("time/experience"):
+            sides = (models.policy, models.critic)
+            with metrics.timed("time/experience"), distributed.whole(*sides):
                 scores, parts = score(models.rewards, rollouts, config.missing_eos_penalty)  # (S,)
                 experience = make_experience(
                     rollouts, scores, models.reference, models.critic, config, kl_in_reward
@@ -175,6 +180,7 @@ def run(
                 learn(models, experience, config, trained, kl_in_loss, shuffle, metrics)
 
             observe(metrics, rollouts, experience, parts, kl_coef, kl_in_reward)
+            metrics.across_processes()
             controller.update(metrics, len(batch))
             row = metrics.means() | derived(metrics)
             log.write(update, row, line(row))
@@ -184,10 +190,11 @@ def run(
         row = log.last()
 
     sides = (models.reference, models.policy)
-    written = [
-        respond(side, models.reference, models.rewards, models.tokenizer, prompts[:8], config)
-        for side in sides
-    ]
+    with distributed.whole(models.policy):
+        written = [
+            respond(side, models.reference, models.rewards, models.tokenizer, prompts[:8], config)
+            for side in sides
+        ]
     save_model(run_dir / "critic", models.critic.model, models.tokenizer)
     save_model(run_dir / "policy", models.policy.lm, models.tokenizer)
     write_json(run_dir / "samples.json", side_by_side(*written))
@@ -253,50 +260,57 @@ def learn(
 def minibatches(
     experience: Experience, config: PPOConfig, shuffle: torch.Generator
 ) -> Iterator[Experience]:
-    """Each pass over the experience in an order of its own."""
+    """Each pass over all processes' experience in an order of its own; what is this one's of it."""
+    counts = distributed.gathered(len(experience.scores))
+    before, mine = sum(counts[: distributed.rank()]), counts[distributed.rank()]
     for _ in range(config.ppo_epochs):
-        order = torch.randperm(len(experience.scores), generator=shuffle)
+        order = torch.randperm(sum(counts), generator=shuffle) - before
         for rows in order.tensor_split(config.minibatches):
-            yield experience.rows(rows.tolist())
+            yield experience.rows(rows[(rows >= 0) & (rows < mine)].tolist())
 
 
 def backward(
     models: Models, minibatch: Experience, config: PPOConfig, kl_coef: float, metrics: Metrics
 ) -> float:
-    """Gradients of a minibatch, the same however it is cut.
+    """Gradients of a minibatch, the same however it is cut, in micro-batches or over processes.
 
     Returns:
         How far the policy has moved from the one that sampled: k3, nats a token.
     """
-    tokens = minibatch.mask.sum().clamp(min=1)
+    tokens = distributed.total(minibatch.mask.sum()).clamp(min=1)
+    processes = distributed.size()
     moved = torch.zeros((), device=tokens.device)
     lengths = minibatch.cu_seqlens.diff().tolist()
-    for rows in micro_batches(lengths, config.max_tokens_per_micro_batch):
-        batch = minibatch.rows(rows)
-        policy = models.policy(
-            batch.ids,
-            batch.cu_seqlens,
-            batch.mask,
-            temperature=config.temperature,
-            old_logprobs=batch.logprobs,
-            advantages=batch.advantages,
-            ref_logprobs=batch.ref_logprobs,
-            clip_range=config.clip_range,
-            entropy_coef=config.entropy_coef,
-            entropy_stats=True,
-            kl_coef=kl_coef,
-            denominator=tokens,
-        )
-        policy.loss.backward()  # before the critic's pass: its activations take the same room
-        value = ppo_value_loss(
-            models.critic(batch.ids, batch.cu_seqlens),
-            batch.values,
-            batch.returns,
-            mask=batch.mask,
-            clip_range=config.value_clip_range,
-            denominator=tokens,
-        )
-        value.loss.backward()
+    cuts = micro_batches(lengths, config.max_tokens_per_micro_batch)
+    for rows, last in distributed.passes(cuts):
+        batch = minibatch.rows(rows) if rows else minibatch.nothing()
+        with distributed.step_pass(models.policy, last):
+            policy = models.policy(
+                batch.ids,
+                batch.cu_seqlens,
+                batch.mask,
+                temperature=config.temperature,
+                old_logprobs=batch.logprobs,
+                advantages=batch.advantages,
+                ref_logprobs=batch.ref_logprobs,
+                clip_range=config.clip_range,
+                entropy_coef=config.entropy_coef,
+                entropy_stats=True,
+                kl_coef=kl_coef,
+                denominator=tokens,
+            )
+            # before the critic's pass: its activations take the same room
+            (policy.loss * processes).backward()
+        with distributed.step_pass(models.critic, last):
+            value = ppo_value_loss(
+                models.critic(batch.ids, batch.cu_seqlens),
+                batch.values,
+                batch.returns,
+                mask=batch.mask,
+                clip_range=config.value_clip_range,
+                denominator=tokens,
+            )
+            (value.loss * processes).backward()
 
         count = batch.mask.sum()
         for name, stat in POLICY_STATS.items():
@@ -306,9 +320,9 @@ def backward(
         metrics.add_sum("loss/policy_avg", policy.stats["policy_loss"], 0)
         metrics.add_sum("loss/value_avg", value.stats["value_loss"], 0)
         moved += policy.stats["approx_kl_k3"] * count / tokens
-    metrics.add_sum("loss/policy_avg", 0.0, 1)
-    metrics.add_sum("loss/value_avg", 0.0, 1)
-    return moved.item()
+    metrics.add_sum("loss/policy_avg", 0.0, 1 / processes)
+    metrics.add_sum("loss/value_avg", 0.0, 1 / processes)
+    return distributed.total(moved).item()
 
 
 POLICY_STATS = {
@@ -342,7 +356,7 @@ def observe(
     metrics.add("objective/scores", scores)
     for name, part in parts.items():
         metrics.add(f"objective/scores/{name}", part[kept])
-    metrics.add("objective/unscored", (~kept).sum())
+    metrics.add_sum("objective/unscored", (~kept).sum(), 1 / distributed.size())
     metrics.add("objective/kl", kl)
     metrics.add("objective/kl_per_token", experience.kl, mask)
     k3 = kl_estimate(rollouts.logprobs, experience.ref_logprobs, "k3", mask)
@@ -360,10 +374,11 @@ def observe(
     lengths = sums(rollouts.mask, ends)  # (S,)
     metrics.add("response/length", lengths)
     metrics.add("response/truncated", ~rollouts.terminated)
-    metrics.add("val/num_eos_tokens", rollouts.terminated.sum())
+    metrics.add_sum("val/num_eos_tokens", rollouts.terminated.sum(), 1 / distributed.size())
     metrics.add_sum("response/repetition", *repeated(responses))
+    everyone = [ids for part in distributed.gathered(responses) for ids in part]
     for n in (1, 2):
-        metrics.add_sum(f"response/distinct_{n}", *distinct(responses, n))
+        metrics.add_sum(f"response/distinct_{n}", *distinct(everyone, n))
     metrics.add_pairs("score_length", experience.scores, lengths, kept)
     metrics.add_pairs("value", experience.values, experience.returns, mask)
 

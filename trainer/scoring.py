@@ -98,9 +98,8 @@ def _from_function(
             for name in sorted(names)
         }
         completions = tokenizer.batch_decode(rollouts.responses(), skip_special_tokens=True)
-        scores: Any = function(
-            [prompt.value for prompt in rollouts.prompts], completions, **columns
-        )
+        prompts = [prompt.value for prompt in rollouts.prompts]
+        scores: Any = function(prompts, completions, **columns) if prompts else []
         fits = isinstance(scores, (list, tuple)) and len(scores) == len(completions)
         require(fits, f"{source} must return a list of {len(completions)} numbers")
         numbers = [float(score) for score in scores]
