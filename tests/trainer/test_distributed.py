@@ -212,7 +212,7 @@ ROWS = {  # three tokens for one process and none for the other; then many for t
 STILL = {0: 0.0, 1: 0.0}
 
 
-def learn_all(config: PPOConfig, rank: int) -> dict[str, Any]:
+def learn_all(config: PPOConfig, folder: Path, rank: int) -> None:
     found: dict[str, Any] = {}
     for way in WAYS:
         small = replace(config, parallel=way, ppo_epochs=1, minibatches=1)
@@ -224,7 +224,7 @@ def learn_all(config: PPOConfig, rank: int) -> dict[str, Any]:
             stop = replace(small, target_kl=limit)
             found[f"T10 {way} {limit}"] = learned(stop, rows, {0: 0.0, 1: 1.0})
         found[f"T17 {way}"] = heads(config, way)
-    return found
+    torch.save(found, folder / f"{rank}.pt")  # more than a queue takes before it is read
 
 
 def heads(config: PPOConfig, way: Any) -> str:
@@ -239,8 +239,10 @@ def heads(config: PPOConfig, way: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def both(configs: dict[str, Any]) -> list[dict[str, Any]]:
-    return ranks.run(functools.partial(learn_all, configs["ppo"]))
+def both(configs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("both")
+    ranks.run(functools.partial(learn_all, configs["ppo"], folder))
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
 def assert_as_one(both: list[dict[str, Any]], config: PPOConfig, name: str, way: str) -> None:
