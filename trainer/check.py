@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ppokern import kl_estimate
 
+from . import distributed
 from .config import CheckFailed, PPOConfig
 from .data import select, sums
 from .experience import Experience
@@ -52,8 +53,8 @@ def check_paths(policy: Policy, rollouts: Rollouts, config: PPOConfig, metrics: 
     tokens = (rollouts.ids, rollouts.mask)
     again = forward_all(path, config.max_tokens_per_micro_batch, rollouts.cu_seqlens, *tokens)
     change = (again - rollouts.logprobs)[rollouts.mask].double()  # nats
-    ratio = change.expm1().abs().max().item()
-    metrics.add("consistency/ratio_error_max", ratio)
+    ratio = change.expm1().abs().max().item() if len(change) else 0.0
+    metrics.add("consistency/ratio_error_max", distributed.largest(ratio))
     metrics.add("consistency/logprob_difference", change.abs())
     if not ratio <= RATIO_LIMIT:
         raise CheckFailed(
@@ -66,7 +67,8 @@ def check_paths(policy: Policy, rollouts: Rollouts, config: PPOConfig, metrics: 
 
 def check_start(logprobs: Tensor, rollouts: Rollouts, experience: Experience) -> None:
     """Before the first step the policy is its reference."""
-    distance = (logprobs - experience.ref_logprobs)[rollouts.mask].abs().max().item()
+    distances = (logprobs - experience.ref_logprobs)[rollouts.mask].abs()
+    distance = distances.max().item() if len(distances) else 0.0
     if not distance <= KL_LIMIT:
         raise CheckFailed(
             f"before the first step the reference differs from the policy by up to {distance:.2g} "
@@ -79,8 +81,8 @@ def check_sums(
     rollouts: Rollouts, experience: Experience, kl_coef: float, kl_kind: str = "k1"
 ) -> None:
     """Every response token is a transition; a response's rewards add up to its score less KL."""
-    starts = [len(prompt.ids) for prompt in rollouts.prompts]
-    chosen = rollouts.lengths - torch.tensor(starts, device=rollouts.lengths.device)  # (S,)
+    starts = rollouts.lengths.new_tensor([len(prompt.ids) for prompt in rollouts.prompts])
+    chosen = rollouts.lengths - starts  # (S,)
     if not torch.equal(sums(rollouts.mask, rollouts.cu_seqlens).long(), chosen):
         raise CheckFailed(
             "the mask does not have one place for each response token; the likely cause: packing"

@@ -82,6 +82,8 @@ class Stage:
     """Gradients are scaled down to this norm; the norm before is logged."""
     tensorboard: bool = False
     """Write TensorBoard files beside metrics.jsonl."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun, each process holds the trained models whole (DDP) or in part (FSDP2)."""
     keep_last_checkpoints: int = 2
     """Older ones are removed, each once a newer one stands."""
 
@@ -331,6 +333,10 @@ class PPOConfig(Stage):
         require(
             self.lora_rank is not None or self.lora_alpha == PPOConfig.lora_alpha,
             "lora_alpha has no effect without a lora_rank",
+        )
+        require(
+            self.lora_rank is None or self.parallel == "ddp",
+            "lora_rank goes with parallel ddp: its weights are held once for policy and reference",
         )
         if self.critic_kind == "head":
             require(not self.critic, "critic has no effect where critic_kind is head")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from . import distributed
 from .config import PPOConfig
 from .data import read_prompts, stop_ids, sums
 from .lora import save_policy
@@ -55,7 +56,7 @@ class Evaluation:
         due = update % config.evaluate_every_updates == 0 or update == config.updates
         if not (self.prompts and due):
             return
-        with metrics.timed("time/evaluation"):
+        with metrics.timed("time/evaluation"), distributed.whole(policy):
             self.measure(policy, reference, rewards, metrics)
         if config.best_metric is None:
             return

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ppokern import gae, kl_estimate, shaped_rewards, whiten
 
+from . import distributed
 from .config import PPOConfig
 from .data import select
 from .models import Policy, forward_all
@@ -43,6 +44,15 @@ class Experience:
         taken = {item.name: getattr(self, item.name)[places] for item in fields(self)[2:-1]}
         return Experience(
             ids=self.ids[places], cu_seqlens=cu_seqlens, scores=self.scores[index], **taken
+        )
+
+    def nothing(self) -> Experience:
+        """One token with nothing to learn, for a pass that other processes wait for."""
+        rest = {item.name: getattr(self, item.name).new_zeros(1) for item in fields(self)[2:]}
+        return Experience(
+            ids=self.ids.new_zeros(1),
+            cu_seqlens=torch.tensor([0, 1], dtype=torch.int32, device=self.ids.device),
+            **rest,
         )
 
 
@@ -103,7 +113,7 @@ def make_experience(
         values=values,
         rewards=rewards,
         kl=kl_estimate(rollouts.logprobs, ref_logprobs, "k1", mask),
-        advantages=whiten(raw, mask),
+        advantages=whiten(raw, mask, group=distributed.group()),
         returns=returns,
         scores=scores,
     )

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from . import distributed
 from .checkpoint import fingerprint, read_json, save_model, staged, write_json
 from .config import UserError, require
 from .models import Policy, load_policy
@@ -55,7 +56,7 @@ def add_adapter(policy: Policy, folder: str, rank: int, alpha: float, seed: int)
 
 def adapter_of(policy: Policy) -> nn.Module:
     """The parameters that a policy learns in, and no others: what a checkpoint keeps of it."""
-    learned = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    learned = {name: p for name, p in policy.lm.named_parameters() if p.requires_grad}
     return nn.ParameterDict({name.replace(".", "/"): p for name, p in learned.items()})
 
 
@@ -63,6 +64,7 @@ def save_policy(folder: Path, lm: Any, tokenizer: PreTrainedTokenizerBase) -> No
     """Writes a plain transformers folder; of an adapter what peft does, and what it belongs to."""
     if not hasattr(lm, "peft_config"):
         save_model(folder, lm, tokenizer)
+    if not (hasattr(lm, "peft_config") and distributed.first()):
         return
     options = lm.peft_config["default"]
     base = options.base_model_name_or_path

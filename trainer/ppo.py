@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppokern import kl_estimate, ppo_value_loss
 
+from . import distributed
 from .check import check_frozen, check_paths, check_start, check_sums
 from .checkpoint import Checkpoints, save_model, write_json
 from .config import CheckFailed, PPOConfig
@@ -161,6 +162,8 @@ def run(
     evaluation = Evaluation(config, models.tokenizer, device, longest)
     check_frozen([models.policy, models.critic], models.frozen())
 
+    models.policy = distributed.wrap(models.policy, config.parallel)
+    models.critic = distributed.wrap(models.critic, config.parallel)
     trained = [
         (models.policy, adamw(models.policy, config.learning_rate)),
         (models.critic, adamw(models.critic, config.critic_learning_rate)),
@@ -198,7 +201,7 @@ def run(
 
             asked = itertools.islice(order, config.episodes_per_update // config.samples_per_prompt)
             batch = [prompts[i] for i in asked for _ in range(config.samples_per_prompt)]
-            with metrics.timed("time/rollout"):
+            with metrics.timed("time/rollout"), distributed.whole(models.policy):
                 rollouts = generate(
                     models.policy,
                     batch,
@@ -206,8 +209,10 @@ def run(
                     max_new_tokens=config.max_new_tokens,
                     temperature=config.temperature,
                     generator=chance,
+                    rows=distributed.share(len(batch)),
                 )
-            with metrics.timed("time/experience"):
+            sides = (models.policy, models.critic)
+            with metrics.timed("time/experience"), distributed.whole(*sides):
                 scores, parts = score(  # (S,)
                     models.rewards, rollouts, config.missing_eos_penalty, scaling
                 )
@@ -235,6 +240,7 @@ def run(
 
             kind = config.kl_kind_in_reward
             observe(metrics, rollouts, experience, parts, kl_coef, kl_in_reward, kind)
+            metrics.across_processes()
             if not warming:  # else the KL stands still
                 controller.update(metrics, len(batch))
                 if config.objective == "penalty":
@@ -249,12 +255,14 @@ def run(
         row = log.last()
 
     sides = (models.reference, models.policy)
-    written = [
-        respond(side, models.reference, models.rewards, models.tokenizer, prompts[:8], config)
-        for side in sides
-    ]
-    if isinstance(models.critic, Scorer):
-        save_model(run_dir / "critic", models.critic.model, models.tokenizer)
+    with distributed.whole(models.policy):
+        written = [
+            respond(side, models.reference, models.rewards, models.tokenizer, prompts[:8], config)
+            for side in sides
+        ]
+    if not models.shared:
+        critic: Any = models.critic
+        save_model(run_dir / "critic", critic.model, models.tokenizer)
     save_policy(run_dir / "policy", models.policy.lm, models.tokenizer)
     write_json(run_dir / "samples.json", side_by_side(*written))
     write_json(run_dir / "summary.json", row)
@@ -344,11 +352,13 @@ def learn(
 def minibatches(
     experience: Experience, config: PPOConfig, shuffle: torch.Generator
 ) -> Iterator[Experience]:
-    """Each pass over the experience in an order of its own."""
+    """Each pass over all processes' experience in an order of its own; what is this one's of it."""
+    counts = distributed.gathered(len(experience.scores))
+    before, mine = sum(counts[: distributed.rank()]), counts[distributed.rank()]
     for _ in range(config.ppo_epochs):
-        order = torch.randperm(len(experience.scores), generator=shuffle)
+        order = torch.randperm(sum(counts), generator=shuffle) - before
         for rows in order.tensor_split(config.minibatches):
-            yield experience.rows(rows.tolist())
+            yield experience.rows(rows[(rows >= 0) & (rows < mine)].tolist())
 
 
 def backward(
@@ -360,48 +370,52 @@ def backward(
     policy_learns: bool = True,
     penalty_coef: float = 0.0,
 ) -> float:
-    """Gradients of a minibatch, the same however it is cut.
+    """Gradients of a minibatch, the same however it is cut, in micro-batches or over processes.
 
     Returns:
         How far the policy has moved from the one that sampled: k3, nats a token.
     """
-    tokens = minibatch.mask.sum().clamp(min=1)
-    responses = (sums(minibatch.mask, minibatch.cu_seqlens) > 0).sum().clamp(min=1)
+    tokens = distributed.total(minibatch.mask.sum()).clamp(min=1)
+    kept = sums(minibatch.mask, minibatch.cu_seqlens) > 0  # (S,)
+    responses = distributed.total(kept.sum()).clamp(min=1)
+    processes = distributed.size()
     moved = torch.zeros((), device=tokens.device)
     lengths = minibatch.cu_seqlens.diff().tolist()
-    for rows in micro_batches(lengths, config.max_tokens_per_micro_batch):
-        batch = minibatch.rows(rows)
-        with torch.set_grad_enabled(policy_learns):
-            policy, states = models.policy(
-                batch.ids,
-                batch.cu_seqlens,
-                batch.mask,
-                states=True,
-                temperature=config.temperature,
-                old_logprobs=batch.logprobs,
-                dual_clip=config.dual_clip,
-                ratio=config.ratio,
-                aggregate=config.aggregate,
-                entropy_coef=config.entropy_coef,
-                entropy_stats=True,
-                denominator=tokens if config.aggregate == "token_mean" else responses,
-                **step_limit(batch, config, kl_coef, penalty_coef),
+    cuts = micro_batches(lengths, config.max_tokens_per_micro_batch)
+    for rows, last in distributed.passes(cuts):
+        batch = minibatch.rows(rows) if rows else minibatch.nothing()
+        with distributed.step_pass(models.policy, last), distributed.step_pass(models.critic, last):
+            with torch.set_grad_enabled(policy_learns):
+                policy, states = models.policy(
+                    batch.ids,
+                    batch.cu_seqlens,
+                    batch.mask,
+                    states=True,
+                    temperature=config.temperature,
+                    old_logprobs=batch.logprobs,
+                    dual_clip=config.dual_clip,
+                    ratio=config.ratio,
+                    aggregate=config.aggregate,
+                    entropy_coef=config.entropy_coef,
+                    entropy_stats=True,
+                    denominator=tokens if config.aggregate == "token_mean" else responses,
+                    **step_limit(batch, config, kl_coef, penalty_coef),
+                )
+            if models.shared:
+                values, loss, coef = models.critic(states), policy.loss, config.value_coef
+            else:
+                if policy_learns:  # before the critic's pass: its activations take the same room
+                    (policy.loss * processes).backward()
+                values, loss, coef = models.critic(batch.ids, batch.cu_seqlens), 0.0, 1.0
+            value = ppo_value_loss(
+                values,
+                batch.values,
+                batch.returns,
+                mask=batch.mask,
+                clip_range=config.value_clip_range,
+                denominator=tokens,
             )
-        if models.shared:
-            values = models.critic(states)
-        else:
-            if policy_learns:  # before the critic's pass: its activations take the same room
-                policy.loss.backward()
-            values = models.critic(batch.ids, batch.cu_seqlens)
-        value = ppo_value_loss(
-            values,
-            batch.values,
-            batch.returns,
-            mask=batch.mask,
-            clip_range=config.value_clip_range,
-            denominator=tokens,
-        )
-        (policy.loss + config.value_coef * value.loss if models.shared else value.loss).backward()
+            ((loss + coef * value.loss) * processes).backward()
 
         count = batch.mask.sum()
         for name, stat in POLICY_STATS.items():
@@ -412,9 +426,9 @@ def backward(
         metrics.add_sum("loss/policy_avg", policy.stats["policy_loss"] - surplus, 0)
         metrics.add_sum("loss/value_avg", value.stats["value_loss"], 0)
         moved += policy.stats["approx_kl_k3"] * count / tokens
-    metrics.add_sum("loss/policy_avg", 0.0, 1)
-    metrics.add_sum("loss/value_avg", 0.0, 1)
-    return moved.item()
+    metrics.add_sum("loss/policy_avg", 0.0, 1 / processes)
+    metrics.add_sum("loss/value_avg", 0.0, 1 / processes)
+    return distributed.total(moved).item()
 
 
 def step_limit(
@@ -474,7 +488,7 @@ def observe(
     metrics.add("objective/scores", scores)
     for name, part in parts.items():
         metrics.add(f"objective/scores/{name}", part[kept])
-    metrics.add("objective/unscored", (~kept).sum())
+    metrics.add_sum("objective/unscored", (~kept).sum(), 1 / distributed.size())
     metrics.add("objective/kl", kl)
     metrics.add("objective/kl_per_token", experience.kl, mask)
     k3 = kl_estimate(rollouts.logprobs, experience.ref_logprobs, "k3", mask)
@@ -494,10 +508,11 @@ def observe(
     lengths = sums(rollouts.mask, ends)  # (S,)
     metrics.add("response/length", lengths)
     metrics.add("response/truncated", ~rollouts.terminated)
-    metrics.add("val/num_eos_tokens", rollouts.terminated.sum())
+    metrics.add_sum("val/num_eos_tokens", rollouts.terminated.sum(), 1 / distributed.size())
     metrics.add_sum("response/repetition", *repeated(responses))
+    everyone = [ids for part in distributed.gathered(responses) for ids in part]
     for n in (1, 2):
-        metrics.add_sum(f"response/distinct_{n}", *distinct(responses, n))
+        metrics.add_sum(f"response/distinct_{n}", *distinct(everyone, n))
     metrics.add_pairs("score_length", experience.scores, lengths, kept)
     metrics.add_pairs("value", experience.values, experience.returns, mask)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from . import distributed
 from .config import UserError, require
 from .data import end_token, packed
 from .models import Scorer, forward_all, load_scorer, load_tokenizer
@@ -46,7 +47,8 @@ class Scaling:
         """Takes in scores `(S,)` and returns what is to be learned from."""
         if self.kind != "none":
             x = scores.double().cpu()
-            self.moments = self.moments + torch.stack([torch.ones_like(x), x, x * x]).sum(1)
+            taken = distributed.total(torch.stack([torch.ones_like(x), x, x * x]).sum(1))
+            self.moments = self.moments + taken
             mean, square = (self.moments[1:] / self.moments[0]).tolist()
             variance = square - mean * mean
             std = variance**0.5 if variance > 1e-12 * square else 1.0  # else all are alike
@@ -133,9 +135,8 @@ def _from_function(
             for name in sorted(names)
         }
         completions = tokenizer.batch_decode(rollouts.responses(), skip_special_tokens=True)
-        scores: Any = function(
-            [prompt.value for prompt in rollouts.prompts], completions, **columns
-        )
+        prompts = [prompt.value for prompt in rollouts.prompts]
+        scores: Any = function(prompts, completions, **columns) if prompts else []
         fits = isinstance(scores, (list, tuple)) and len(scores) == len(completions)
         require(fits, f"{source} must return a list of {len(completions)} numbers")
         numbers = [float(score) for score in scores]
