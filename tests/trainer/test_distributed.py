@@ -24,7 +24,9 @@ from trainer import distributed, ppo, reward, sft
 from trainer.config import PPOConfig, RewardConfig, SFTConfig
 from trainer.metrics import VARYING, Metrics
 
-ROUNDED = "optimizer policy_optimizer critic_optimizer kl_controller reward_scaling evaluation"
+ROUNDED = (
+    "optimizer policy_optimizer critic_optimizer kl_controller reward_scaling evaluation".split()
+)
 STAGES: dict[type, Any] = {PPOConfig: ppo, SFTConfig: sft, RewardConfig: reward}
 WAYS = ("ddp", "fsdp")
 REWARD = """
