@@ -160,7 +160,8 @@ def wrap(module: Module, parallel: Literal["ddp", "fsdp"]) -> Module:
     for part in module.modules():
         if type(part).__name__ in kinds:
             fully_shard(part, reshard_after_forward=True)
-    return fully_shard(module, reshard_after_forward=False)
+    fully_shard(module, reshard_after_forward=False)
+    return module
 
 
 def step_pass(module: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -202,14 +203,14 @@ def model_state(module: nn.Module) -> dict[str, Tensor]:
     bare = module.module if isinstance(module, Replicated) else module
     if _sharded(bare):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(bare, options=options)
+        state: dict[str, Any] = get_model_state_dict(bare, options=options)
     else:
         state = bare.state_dict()
     others = _other_names(bare)
     return {name: x.contiguous() for name, x in state.items() if name not in others}
 
 
-def load_model_state(module: nn.Module, state: dict[str, Tensor]) -> None:
+def load_model_state(module: nn.Module, state: dict[str, Any]) -> None:
     """Takes back what `model_state` gave, in each process the whole of it."""
     bare = module.module if isinstance(module, Replicated) else module
     state = with_ties(bare, state)
@@ -219,7 +220,7 @@ def load_model_state(module: nn.Module, state: dict[str, Tensor]) -> None:
         bare.load_state_dict(state)
 
 
-def with_ties(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_ties(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """`state` with all names of a tensor."""
     others = _other_names(module).items()
     return state | {other: state[name] for other, name in others if name in state}

@@ -63,7 +63,8 @@ class Metrics:
 
     def across_processes(self) -> None:
         """Adds up what all processes took in, under the same names."""
-        pairs = torch.tensor([list(map(float, x)) for x in self._pairs.values()]).double()
+        rows = [[float(total), float(count)] for total, count in self._pairs.values()]
+        pairs = torch.tensor(rows, dtype=torch.float64)
         totals = distributed.total(pairs).tolist()
         self._pairs = dict(zip(self._pairs, totals, strict=True))
 

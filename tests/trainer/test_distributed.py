@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -240,6 +241,7 @@ def learn_all(config: PPOConfig, folder: Path, rank: int) -> None:
             rows = {0: [[1, 20, 30]], 1: [[1, 20, 40]]}
             stop = replace(small, target_kl=limit)
             found[f"T10 {way} {limit}"] = learned(stop, rows, {0: 0.0, 1: 1.0})
+        found[f"NaN {way}"] = learned(small, ROWS["uneven"], {0: 0.0, 1: math.nan})
         found[f"T17 {way}"] = heads(config, way)
     torch.save(found, folder / f"{rank}.pt")  # more than a queue takes before it is read
 
@@ -289,6 +291,12 @@ def test_T10_an_early_stop_is_decided_by_all(both: Any, way: str) -> None:
         for found in (two[f"T10 {way} {limit}"] for two in both):
             assert found["moved"] == pytest.approx((2.718281828 - 2) / 2, rel=1e-4)
             assert found["steps"] == steps
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_that_is_not_finite_in_one_process_is_skipped_by_all(both: Any, way: str) -> None:
+    assert [two[f"NaN {way}"]["steps"] for two in both] == [0, 0]
+    assert [two[f"uneven {way}"]["steps"] for two in both] == [1, 1]
 
 
 def test_T17_nothing_goes_past_a_wrapper(both: Any, configs: Any) -> None:
