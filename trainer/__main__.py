@@ -23,6 +23,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings  # noqa
 
 from .config import CheckFailed, DemoConfig, PPOConfig, RewardConfig, SFTConfig, UserError  # noqa: E402
 
+MANY = ("sft", "reward", "ppo", "resume")  # those that torchrun may start
 STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "demo": DemoConfig}
 # What each of the other commands does, and its arguments.
 TOOLS = {
@@ -111,6 +112,15 @@ def _failed(error: Exception, code: int) -> int:
 def run(args: Namespace) -> None:
     """Hands over to the file that bears the command's name; torch is loaded no earlier."""
     given = args[args.command]
+    if args.command not in MANY and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(f"{args.command} is for one process: start it without torchrun")
+    distributed = importlib.import_module(".distributed", __package__)
+    with distributed.processes():
+        importlib.import_module(".metrics", __package__).console.quiet = not distributed.first()
+        _run(args, given)
+
+
+def _run(args: Namespace, given: Namespace) -> None:
     command = importlib.import_module(f".{args.command}", __package__)
     if args.command in TOOLS:
         command.run(*(given[name.lstrip("-")] for name in TOOLS[args.command][1]))

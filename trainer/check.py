@@ -13,6 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ppokern import kl_estimate
+
+from . import distributed
 from .config import CheckFailed, PPOConfig
 from .data import select, sums
 from .experience import Experience
@@ -32,8 +35,8 @@ def check_frozen(trained: Sequence[nn.Module], frozen: Sequence[nn.Module]) -> N
     if any(parameter.requires_grad for module in frozen for parameter in module.parameters()):
         raise CheckFailed("reference or reward model has a parameter that would be trained")
     addresses = [
-        {p.data_ptr() for module in group for p in module.parameters()}
-        for group in (trained, frozen)
+        {p.data_ptr() for module in group for p in module.parameters() if p.requires_grad in which}
+        for group, which in ((trained, {True}), (frozen, {True, False}))
     ]
     if addresses[0] & addresses[1]:
         raise CheckFailed("reference or reward model shares a parameter with policy or critic")
@@ -50,8 +53,8 @@ def check_paths(policy: Policy, rollouts: Rollouts, config: PPOConfig, metrics: 
     tokens = (rollouts.ids, rollouts.mask)
     again = forward_all(path, config.max_tokens_per_micro_batch, rollouts.cu_seqlens, *tokens)
     change = (again - rollouts.logprobs)[rollouts.mask].double()  # nats
-    ratio = change.expm1().abs().max().item()
-    metrics.add("consistency/ratio_error_max", ratio)
+    ratio = change.expm1().abs().max().item() if len(change) else 0.0
+    metrics.add("consistency/ratio_error_max", distributed.largest(ratio))
     metrics.add("consistency/logprob_difference", change.abs())
     if not ratio <= RATIO_LIMIT:
         raise CheckFailed(
@@ -64,7 +67,8 @@ def check_paths(policy: Policy, rollouts: Rollouts, config: PPOConfig, metrics: 
 
 def check_start(logprobs: Tensor, rollouts: Rollouts, experience: Experience) -> None:
     """Before the first step the policy is its reference."""
-    distance = (logprobs - experience.ref_logprobs)[rollouts.mask].abs().max().item()
+    distances = (logprobs - experience.ref_logprobs)[rollouts.mask].abs()
+    distance = distances.max().item() if len(distances) else 0.0
     if not distance <= KL_LIMIT:
         raise CheckFailed(
             f"before the first step the reference differs from the policy by up to {distance:.2g} "
@@ -73,18 +77,20 @@ def check_start(logprobs: Tensor, rollouts: Rollouts, experience: Experience) ->
         )
 
 
-def check_sums(rollouts: Rollouts, experience: Experience, kl_coef: float) -> None:
+def check_sums(
+    rollouts: Rollouts, experience: Experience, kl_coef: float, kl_kind: str = "k1"
+) -> None:
     """Every response token is a transition; a response's rewards add up to its score less KL."""
-    starts = [len(prompt.ids) for prompt in rollouts.prompts]
-    chosen = rollouts.lengths - torch.tensor(starts, device=rollouts.lengths.device)  # (S,)
+    starts = rollouts.lengths.new_tensor([len(prompt.ids) for prompt in rollouts.prompts])
+    chosen = rollouts.lengths - starts  # (S,)
     if not torch.equal(sums(rollouts.mask, rollouts.cu_seqlens).long(), chosen):
         raise CheckFailed(
             "the mask does not have one place for each response token; the likely cause: packing"
         )
-    kept, kl, rewards = (
-        sums(x, experience.cu_seqlens) for x in (experience.mask, experience.kl, experience.rewards)
-    )  # (S,)
-    total = (experience.scores - kl_coef * kl).where(kept > 0, 0.0)
+    x = experience
+    penalty = kl_estimate(rollouts.logprobs, x.ref_logprobs, kl_kind, x.mask)
+    kept, kl, rewards = (sums(y, x.cu_seqlens) for y in (x.mask, penalty, x.rewards))  # (S,)
+    total = (x.scores - kl_coef * kl).where(kept > 0, 0.0)
     if not torch.allclose(rewards, total, rtol=1e-4, atol=1e-3):
         raise CheckFailed(
             "rewards do not add up to score less KL; the likely cause: the mask, or a score put "

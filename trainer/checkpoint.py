@@ -9,6 +9,10 @@
 A checkpoint is written to a folder beside, synced to the disk and then renamed; the oldest goes
 once the newest stands. So a folder with a number for its name is whole, unless something has
 damaged it since: then it is passed over with a warning, and if no other is left, that is an error.
+
+Of many processes the first writes, and the state is gathered whole for it, so that any number of
+processes can go on with it. `torch.distributed.checkpoint`'s own files would hold pickles, which
+nothing here loads; its gathering is used.
 """
 
 from __future__ import annotations
@@ -30,18 +34,24 @@ import torch
 import yaml
 from safetensors import SafetensorError
 from torch import nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from . import distributed
 from .config import PPOConfig, RewardConfig, Scratch, SFTConfig, UserError, require
 from .metrics import RunLog, console
 
 Config = SFTConfig | RewardConfig | PPOConfig
 
 # Options that change no number of a run, so that a run may go on with others.
-FREE = "run_dir tensorboard keep_last_checkpoints save_every_steps save_every_updates".split()
+FREE = (
+    "run_dir tensorboard parallel keep_last_checkpoints save_every_steps save_every_updates".split()
+)
 
 # What a stage writes besides config.yaml.
-OUTPUTS = "checkpoints metrics.jsonl model policy critic samples.json summary.json events.*".split()
+OUTPUTS = (
+    "checkpoints metrics.jsonl model policy best critic samples.json summary.json events.*".split()
+)
 
 
 class Stateful(Protocol):
@@ -112,29 +122,43 @@ class Checkpoints:
         Returns:
             The step after which the run goes on; 0 for a new one.
         """
+        newest = distributed.from_first(lambda: self._start(overwrite, resume))
+        if newest is None:
+            return 0
+        state = self._load(newest)
+        distributed.from_first(lambda: self._cut(newest, state))
+        console.print(f"{self.run_dir} goes on after step {state['step']}")
+        return state["step"]
+
+    def _start(self, overwrite: bool, resume: bool) -> Path | None:
+        """The checkpoint to go on from; without one the run folder is as that of a new run."""
         if not resume:
             new_run(self.config, overwrite)
-            return 0
+            return None
         newest = newest_whole(self.folder)
         for left in self.folder.glob("*.partial"):
             shutil.rmtree(left)
-        metrics = self.run_dir / "metrics.jsonl"
         if newest is None:
-            metrics.unlink(missing_ok=True)
+            (self.run_dir / "metrics.jsonl").unlink(missing_ok=True)
             console.print(f"{self.run_dir} has no checkpoint yet: it begins again")
-            return 0
-        state = self._load(newest)
+        return newest
+
+    def _cut(self, newest: Path, state: dict[str, Any]) -> None:
+        """Takes away what was written after the checkpoint."""
+        metrics = self.run_dir / "metrics.jsonl"
         written, length = metrics.stat().st_size if metrics.exists() else 0, state["metrics_bytes"]
         require(written >= length, f"{metrics} has {written} bytes, {newest} knows of {length}")
         os.truncate(metrics, length)
         for damaged in (x for x in finished(self.folder) if x > newest):
             shutil.rmtree(damaged)  # else it would count as one that is kept
-        console.print(f"{self.run_dir} goes on after step {state['step']}")
-        return state["step"]
 
     def after(self, step: int, log: RunLog) -> None:
         """Writes a checkpoint where one is due, then removes those that are too many."""
         if not self.config.saves_after(step):
+            return
+        if not distributed.first():
+            for part in self.parts.values():
+                _state(part)  # the first process waits for this one's share of it
             return
         state = {
             "step": step,
@@ -186,19 +210,28 @@ def _file(folder: Path, name: str, part: object) -> Path:
 
 def _write(path: Path, part: nn.Module | torch.Generator | Stateful) -> None:
     if isinstance(part, nn.Module):
-        safetensors.torch.save_model(part, str(path))
+        safetensors.torch.save_file(_state(part), str(path))
     else:
-        state = part.get_state() if isinstance(part, torch.Generator) else part.state_dict()
-        torch.save(state, path)
+        torch.save(_state(part), path)
+
+
+def _state(part: nn.Module | torch.Generator | Stateful) -> Any:
+    if isinstance(part, nn.Module):
+        return distributed.model_state(part)
+    if isinstance(part, Optimizer):
+        return distributed.optimizer_state(part)
+    return part.get_state() if isinstance(part, torch.Generator) else part.state_dict()
 
 
 def _read(path: Path, part: nn.Module | torch.Generator | Stateful) -> None:
     if isinstance(part, nn.Module):
-        safetensors.torch.load_model(part, path)
+        distributed.load_model_state(part, safetensors.torch.load_file(path))
         return
     state = torch.load(path, map_location="cpu", weights_only=True)
     if isinstance(part, torch.Generator):
         part.set_state(state)
+    elif isinstance(part, Optimizer):
+        distributed.load_optimizer_state(part, state)
     else:
         part.load_state_dict(state)
 
@@ -307,14 +340,19 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes a plain transformers folder."""
+    """Writes a plain transformers folder. All processes must call it, the first writes."""
+    state = distributed.model_state(model)
+    if not distributed.first():
+        return
     with staged(folder) as aside:
-        model.save_pretrained(aside)
+        model.save_pretrained(aside, state_dict=distributed.with_ties(model, state))
         tokenizer.save_pretrained(aside)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON, aside and then renamed."""
+    """Writes JSON, aside and then renamed; of many processes the first does."""
+    if not distributed.first():
+        return
     _write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -82,6 +82,8 @@ class Stage:
     """Gradients are scaled down to this norm; the norm before is logged."""
     tensorboard: bool = False
     """Write TensorBoard files beside metrics.jsonl."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun, each process holds the trained models whole (DDP) or in part (FSDP2)."""
     keep_last_checkpoints: int = 2
     """Older ones are removed, each once a newer one stands."""
 
@@ -169,12 +171,21 @@ class RewardConfig(Supervised):
 class PPOConfig(Stage):
     """PPO with four models: policy, critic, frozen reference, frozen reward model or functions."""
 
+    train: dict[str, float] | str = ""
+    """JSONL file of prompts, or several, each with its share of an update's prompts as a weight."""
     prompt_tokens: int | None = None
     """The prompt is the first so many tokens of a row's `{"text"}`; null: its `{"prompt"}`."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Weight of each part: a reward model's folder, `FILE.py:name` or `module:name`."""
     critic: str = ""
     """Reward model's folder to start the critic from; else the policy's body, a head of zeros."""
+    critic_kind: Literal["separate", "head"] = "separate"
+    """A model of its own, or a value head on the policy's trunk: one pass for both."""
+
+    lora_rank: int | None = None
+    """The policy learns in adapters of this rank beside frozen weights; null: in all weights."""
+    lora_alpha: float = 32.0
+    """What an adapter adds is weighted by this over its rank."""
 
     updates: int = 60
     """Rounds of sampling and training."""
@@ -186,6 +197,10 @@ class PPOConfig(Stage):
     """Longest response."""
     temperature: float = 1.0
     """The same in sampling, training and reference."""
+    reward_scaling: Literal["none", "std", "mean_std"] = "none"
+    """Score over its running standard deviation, or its running mean taken off first."""
+    reward_clip: float | None = None
+    """Largest score either way, after scaling and before the penalty; null: none."""
     missing_eos_penalty: float = 0.0
     """Subtracted from the score of a response without an end token."""
     truncation: Literal["terminal", "bootstrap", "drop"] = "terminal"
@@ -199,8 +214,26 @@ class PPOConfig(Stage):
     """Of the policy."""
     critic_learning_rate: float = 1e-3
     """Of the critic."""
+    critic_warmup_updates: int = 0
+    """First updates, in which only the critic learns."""
+    value_coef: float = 0.1
+    """Weight of the critic's loss in a trunk that it shares with the policy."""
+    objective: Literal["clip", "penalty"] = "clip"
+    """What keeps a step small: a clipped ratio, or a penalty on the KL from old to new policy."""
+    penalty_coef: float = 1.0
+    """First weight of that KL; doubled and halved by what an update has moved."""
+    penalty_target_per_token: float = 0.01
+    """In nats a token: what that KL is led to at the last step of an update."""
     clip_range: float = 0.2
-    """Of the probability ratio."""
+    """Of the probability ratio, below 1, and above where nothing else is said."""
+    clip_range_high: float | None = None
+    """Of the ratio above 1; null: as below. A higher one leaves rare tokens room to rise."""
+    dual_clip: float | None = None
+    """Ratio from which a token with a negative advantage pushes no further; above 1; null: none."""
+    ratio: Literal["token", "sequence"] = "token"
+    """New to old probability: of each token, or one for a response, the mean of its logarithms."""
+    aggregate: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
+    """Policy's loss: mean over tokens; over responses of their means; or of their sums."""
     value_clip_range: float | None = 0.2
     """Of the critic's step; null: none."""
     gamma: float = 1.0
@@ -215,7 +248,11 @@ class PPOConfig(Stage):
     kl_coef: float = 0.1
     """Weight of the KL to the reference; where the controller is adaptive, its first value."""
     kl_in: Literal["reward", "loss", "both"] = "reward"
-    """Where that KL enters: each token's reward (k1), the policy's loss (k3), or both."""
+    """Where that KL enters: each token's reward, the policy's loss, or both."""
+    kl_kind_in_reward: Literal["k1", "k2", "k3"] = "k1"
+    """Estimate in the reward: k1 has the right mean, k2 and k3 are never negative."""
+    kl_kind_in_loss: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate in the loss: the gradient of k2 is the KL's, that of k1 is 0 on average."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """Adaptive: the coefficient follows one of the two targets."""
     kl_target_per_sequence: float | None = None
@@ -224,6 +261,17 @@ class PPOConfig(Stage):
     """In nats a token."""
     kl_horizon_episodes: int = 10000
     """Responses in which an adaptive coefficient changes by a fifth at most."""
+
+    heldout: str = ""
+    """JSONL file of prompts that nothing is learned from, to evaluate on; else none is done."""
+    evaluation_prompts: int = 64
+    """So many of them, from the top."""
+    evaluate_every_updates: int = 10
+    """Updates between two evaluations; the last update has one too."""
+    judge: str = ""
+    """Reward function or model that is none of the rewards: its verdict is `eval/judge`."""
+    best_metric: Literal["eval/judge", "eval/score", "eval/rlhf_reward"] | None = None
+    """The policy with the highest is kept in run_dir/best; null: none is."""
 
     check_every: int = 10
     """Updates between two self-checks (the first is before the first step)."""
@@ -239,15 +287,29 @@ class PPOConfig(Stage):
             bool(self.model),
             "model is missing: the folder of the model that policy and reference start from",
         )
+        require(
+            all(0 < weight < float("inf") for weight in self.prompt_files().values()),
+            "train: the weight of each file must be positive",
+        )
         require(bool(self.rewards), "rewards is empty: name a reward model's folder or a function")
         _positive(self, "updates", "episodes_per_update", "samples_per_prompt", "max_new_tokens")
         _positive(self, "ppo_epochs", "minibatches", "check_every", "sample_every")
         _positive(self, "save_every_updates")
         _positive(self, "temperature", "learning_rate", "critic_learning_rate", "clip_range")
+        _positive(self, "value_coef")
         _not_negative(self, "kl_coef", "entropy_coef", "missing_eos_penalty")
+        _not_negative(self, "critic_warmup_updates")
         for name in ("gamma", "gae_lambda"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within [0, 1]")
-        for name in ("prompt_tokens", "value_clip_range", "target_kl"):
+        optional = (
+            "prompt_tokens",
+            "lora_rank",
+            "reward_clip",
+            "clip_range_high",
+            "value_clip_range",
+            "target_kl",
+        )
+        for name in optional:
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be positive, or null for none")
         require(
@@ -259,11 +321,41 @@ class PPOConfig(Stage):
             f"minibatches is {self.minibatches}, more than episodes_per_update, "
             f"{self.episodes_per_update}",
         )
+        require(
+            self.dual_clip is None or self.dual_clip > 1,
+            "dual_clip must be above 1, or null for none",
+        )
+        require(
+            self.critic_warmup_updates < self.updates,
+            "critic_warmup_updates must be below updates, else the policy never learns",
+        )
+        _positive(self, "lora_alpha")
+        require(
+            self.lora_rank is not None or self.lora_alpha == PPOConfig.lora_alpha,
+            "lora_alpha has no effect without a lora_rank",
+        )
+        require(
+            self.lora_rank is None or self.parallel == "ddp",
+            "lora_rank goes with parallel ddp: its weights are held once for policy and reference",
+        )
+        if self.critic_kind == "head":
+            require(not self.critic, "critic has no effect where critic_kind is head")
+        else:
+            require(
+                self.value_coef == PPOConfig.value_coef,
+                "value_coef has no effect on a critic of its own",
+            )
+        self._check_objective()
+        self._check_evaluation()
         self._check_kl()
 
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after this update."""
         return step % self.save_every_updates == 0 or step == self.updates
+
+    def prompt_files(self) -> dict[str, float]:
+        """The weight of each file of prompts."""
+        return self.train if isinstance(self.train, dict) else {self.train: 1.0}
 
     def longest_prompt(self, context_tokens: int) -> int:
         """What a context leaves for a prompt: a response, and an end token to score, follow it."""
@@ -274,7 +366,44 @@ class PPOConfig(Stage):
         )
         return left
 
+    def _check_objective(self) -> None:
+        _positive(self, "penalty_coef", "penalty_target_per_token")
+        idle = ("penalty_coef", "penalty_target_per_token")
+        if self.objective == "penalty":
+            idle = ("clip_range", "clip_range_high", "dual_clip", "ratio", "aggregate", "kl_in")
+            require(
+                self.ppo_epochs * self.minibatches > 1,
+                "objective penalty needs more than one step an update: the first has moved nothing",
+            )
+        for name in idle:
+            require(
+                getattr(self, name) == getattr(PPOConfig, name),
+                f"{name} has no effect where objective is {self.objective}",
+            )
+
+    def _check_evaluation(self) -> None:
+        _positive(self, "evaluation_prompts", "evaluate_every_updates")
+        for name in ("evaluation_prompts", "evaluate_every_updates", "judge", "best_metric"):
+            require(
+                bool(self.heldout) or getattr(self, name) == getattr(PPOConfig, name),
+                f"{name} has no effect without heldout, a file of prompts to evaluate on",
+            )
+        require(
+            self.heldout not in self.prompt_files(), "heldout is a file that is learned from: train"
+        )
+        require(self.judge not in self.rewards, "judge is one of the rewards: it must be another")
+        require(
+            bool(self.judge) or self.best_metric != "eval/judge",
+            "best_metric eval/judge needs a judge",
+        )
+
     def _check_kl(self) -> None:
+        for place, kind in (("reward", "k1"), ("loss", "k3")):
+            name = f"kl_kind_in_{place}"
+            require(
+                self.kl_in in (place, "both") or getattr(self, name) == kind,
+                f"{name} has no effect where kl_in is {self.kl_in}",
+            )
         targets = (self.kl_target_per_sequence, self.kl_target_per_token)
         given = [target for target in targets if target is not None]
         require(

@@ -286,8 +286,8 @@ def said(role: str, value: Value) -> list[dict[str, str]]:
 class Order(Iterator[Item]):
     """An endless order, drawn a stretch at a time; its state is what was drawn and the cursor."""
 
-    def __init__(self, draw: Callable[[int], list[Item]], rows: Order[int] | None = None) -> None:
-        """Takes what draws stretch 0, 1, …, and the order that it draws from, if there is one."""
+    def __init__(self, draw: Callable[[int], list[Item]], rows: Sequence[Order[int]] = ()) -> None:
+        """Takes what draws stretch 0, 1, …, and the orders that it draws from."""
         self._draw, self._rows = draw, rows
         self._stretch, self._cursor = -1, 0
         self._drawn: list[Item] = []
@@ -302,20 +302,19 @@ class Order(Iterator[Item]):
 
     def state_dict(self) -> Row:
         """Where it stands."""
-        rows = self._rows.state_dict() if self._rows else {}
         return {
             "stretch": self._stretch,
             "cursor": self._cursor,
             "drawn": self._drawn,
-            "rows": rows,
+            "rows": [rows.state_dict() for rows in self._rows],
         }
 
     def load_state_dict(self, state_dict: Row, /) -> None:
         """Goes on from there."""
         self._stretch, self._cursor = state_dict["stretch"], state_dict["cursor"]
         self._drawn = state_dict["drawn"]
-        if self._rows:
-            self._rows.load_state_dict(state_dict["rows"])
+        for rows, state in zip(self._rows, state_dict["rows"], strict=True):
+            rows.load_state_dict(state)
 
 
 def shuffled(count: int, seed: int) -> Order[int]:
@@ -336,7 +335,24 @@ def length_batches(lengths: Sequence[int], size: int, seed: int) -> Order[list[i
         random.Random(f"{seed}/{stretch}").shuffle(batches)
         return batches
 
-    return Order(draw, rows)
+    return Order(draw, [rows])
+
+
+def mixed(counts: Sequence[int], weights: Sequence[float], seed: int) -> Order[int]:
+    """Endless indices of the rows of several files, one file behind the other.
+
+    Each is of a file drawn by its weight: the next in that file's own order, in which no row comes
+    again before all have come.
+    """
+    files = [shuffled(count, seed) for count in counts]
+    starts = list(itertools.accumulate(counts, initial=0))
+
+    def draw(stretch: int) -> list[int]:
+        chance = random.Random(f"{seed}/{stretch}/files")
+        chosen = chance.choices(range(len(files)), weights, k=256)
+        return [starts[file] + next(files[file]) for file in chosen]
+
+    return Order(draw, files)
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -33,6 +33,7 @@ from . import ppo, report, reward, sft
 from .checkpoint import read_json, write_json
 from .config import DemoConfig, PPOConfig, require
 from .data import installed_file, read_prompts, read_rows, write_rows
+from .lora import load_trained
 from .metrics import console, distinct, repeated
 from .models import load_policy, load_tokenizer, pick_device
 from .sample import Sample, respond, show, side_by_side
@@ -99,9 +100,8 @@ def compare(config: PPOConfig, heldout: str, count: int) -> list[list[Sample]]:
     """What the model writes to held-out prompts before PPO and after."""
     device = pick_device()
     tokenizer = load_tokenizer(config.model)
-    reference, policy = (
-        load_policy(folder).to(device) for folder in (config.model, f"{config.run_dir}/policy")
-    )
+    reference = load_policy(config.model).to(device)
+    policy = load_trained(f"{config.run_dir}/policy").to(device)
     rewards = load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch)
     room = config.longest_prompt(policy.context_tokens)
     prompts = read_prompts(heldout, tokenizer, config.prompt_tokens, room)[:count]

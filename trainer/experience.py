@@ -6,18 +6,19 @@ state that ends with `ids[i]`, and the transition that chose the token behind it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ppokern import gae, shaped_rewards, whiten
+from ppokern import gae, kl_estimate, shaped_rewards, whiten
 
+from . import distributed
 from .config import PPOConfig
 from .data import select
-from .models import Policy, Scorer, forward_all
+from .models import Policy, forward_all
 from .rollout import Rollouts
 
 
@@ -45,12 +46,21 @@ class Experience:
             ids=self.ids[places], cu_seqlens=cu_seqlens, scores=self.scores[index], **taken
         )
 
+    def nothing(self) -> Experience:
+        """One token with nothing to learn, for a pass that other processes wait for."""
+        rest = {item.name: getattr(self, item.name).new_zeros(1) for item in fields(self)[2:]}
+        return Experience(
+            ids=self.ids.new_zeros(1),
+            cu_seqlens=torch.tensor([0, 1], dtype=torch.int32, device=self.ids.device),
+            **rest,
+        )
+
 
 def make_experience(
     rollouts: Rollouts,
     scores: Tensor,
     reference: Policy,
-    critic: Scorer,
+    critic: Callable[[Tensor, Tensor], Tensor],
     config: PPOConfig,
     kl_coef: float,
 ) -> Experience:
@@ -61,7 +71,8 @@ def make_experience(
         scores: `(S,)`.
         reference: frozen policy.
         critic: its number at a token is the value of the state that ends there.
-        config: temperature, truncation, gamma, gae_lambda and max_tokens_per_micro_batch are read.
+        config: temperature, truncation, kl_kind_in_reward, gamma, gae_lambda and
+            max_tokens_per_micro_batch are read.
         kl_coef: weight of the KL in the rewards; 0 where it is in the loss.
     """
     ids, cu_seqlens = rollouts.ids, rollouts.cu_seqlens
@@ -75,11 +86,12 @@ def make_experience(
     goes_on = ~rollouts.terminated & (config.truncation == "bootstrap")  # (S,)
     after = values[cu_seqlens[1:] - 1]  # (S,) behind the last token
 
-    rewards, kl = shaped_rewards(
+    rewards, _ = shaped_rewards(
         scores,
         rollouts.logprobs,
         ref_logprobs,
         kl_coef=kl_coef,
+        kl_kind=config.kl_kind_in_reward,
         mask=mask,
         cu_seqlens=cu_seqlens,
     )
@@ -100,8 +112,8 @@ def make_experience(
         ref_logprobs=ref_logprobs,
         values=values,
         rewards=rewards,
-        kl=kl,
-        advantages=whiten(raw, mask),
+        kl=kl_estimate(rollouts.logprobs, ref_logprobs, "k1", mask),
+        advantages=whiten(raw, mask, group=distributed.group()),
         returns=returns,
         scores=scores,
     )

@@ -10,15 +10,21 @@ from pathlib import Path
 
 from .checkpoint import read_config, staged
 from .config import PPOConfig, require
+from .lora import load_trained
 from .metrics import console
+from .models import load_tokenizer
 
 
 def run(run_dir: str, out: str) -> None:
-    """Copies the policy of a PPO run, or the model of another stage's."""
+    """Copies the policy of a PPO run, its adapter merged, or the model of another stage's."""
     name = "policy" if isinstance(read_config(run_dir), PPOConfig) else "model"
     model = Path(run_dir) / name
     require(model.is_dir(), f"{run_dir} is not finished: go on with `resume {run_dir}`")
     require(not Path(out).exists(), f"{out} exists: name a folder that does not")
     with staged(Path(out)) as aside:
-        shutil.copytree(model, aside, dirs_exist_ok=True)
+        if (model / "adapter_config.json").is_file():
+            load_trained(str(model)).lm.save_pretrained(aside)
+            load_tokenizer(str(model)).save_pretrained(aside)
+        else:
+            shutil.copytree(model, aside, dirs_exist_ok=True)
     console.print(f"{model} is in {out}")

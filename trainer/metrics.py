@@ -21,6 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from torch import Tensor
 
+from . import distributed
+
 Number = Tensor | float | int
 
 VARYING = ("time/", "memory/")  # begin the names of metrics that two runs do not have alike
@@ -58,6 +60,13 @@ class Metrics:
         began = time.perf_counter()
         yield
         self.add(name, time.perf_counter() - began)
+
+    def across_processes(self) -> None:
+        """Adds up what all processes took in, under the same names."""
+        rows = [[float(total), float(count)] for total, count in self._pairs.values()]
+        pairs = torch.tensor(rows, dtype=torch.float64)
+        totals = distributed.total(pairs).tolist()
+        self._pairs = dict(zip(self._pairs, totals, strict=True))
 
     def total(self, name: str) -> float:
         """The sum alone."""
@@ -111,11 +120,15 @@ class RunLog:
     def __init__(
         self, run_dir: Path, stage: str, steps: int, tensorboard: bool, done: int = 0
     ) -> None:
-        """Opens the files of a stage of so many steps, of which some are done."""
+        """Opens the files of a stage of so many steps, of which some are done.
+
+        Of many processes the first writes.
+        """
         self.stage, self.steps, self.done = stage, steps, done
-        self._file = (run_dir / "metrics.jsonl").open("a+", encoding="utf-8")
+        path = run_dir / "metrics.jsonl" if distributed.first() else Path(os.devnull)
+        self._file = path.open("a+", encoding="utf-8")
         self._board: Any = None
-        if tensorboard:
+        if tensorboard and distributed.first():
             from torch.utils.tensorboard import SummaryWriter
 
             # a cut run may have written more steps than are done: they are not shown twice
@@ -126,7 +139,7 @@ class RunLog:
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             console=console,
-            disable=not console.is_terminal,
+            disable=not console.is_terminal or console.quiet,
         )
         self._task = self._bar.add_task(stage, total=steps, completed=done)
         self._bar.start()
@@ -154,7 +167,9 @@ class RunLog:
         return os.fstat(self._file.fileno()).st_size
 
     def last(self) -> dict[str, float | None]:
-        """The metrics of the last step, as metrics.jsonl has them."""
+        """The metrics of the last step, as metrics.jsonl has them; known to who writes it."""
+        if not distributed.first():
+            return {}
         self._file.seek(0)
         *_, line = self._file
         return {k: v for k, v in json.loads(line).items() if k not in ("stage", "step")}

@@ -30,7 +30,7 @@ from transformers.utils import logging
 from ppokern import Loss, linear_ppo_loss, linear_selected_logprobs, next_token_targets
 
 from .attention import KeyValueCache, Packed, use_packed
-from .config import Scratch, require
+from .config import Scratch, UserError, require
 from .data import micro_batches, packed, select
 
 logging.set_verbosity_error()  # warnings: of fresh heads, of padding without a mask; both are meant
@@ -59,8 +59,9 @@ class Policy(nn.Module):
         *,
         temperature: float = 1.0,
         cache: KeyValueCache | None = None,
+        states: bool = False,
         **ppo: Any,
-    ) -> Tensor | Loss:
+    ) -> Tensor | Loss | tuple[Loss, Tensor]:
         """Log-probs of the tokens that follow, or a loss on them, or logits to sample from.
 
         Args:
@@ -70,23 +71,35 @@ class Policy(nn.Module):
                 The last of each sequence has none and counts as masked.
             temperature: of log-probs and loss.
             cache: asks for the logits behind the last token of each row, `(b, V)`.
+            states: asks for what a `ValueHead` reads, `(total, H)`: alone, or beside the loss.
             **ppo: tensors `(total,)` and options of `ppokern.linear_ppo_loss`: ask for that loss.
 
         Returns:
             `(total,)` log-probs in nats, 0 where masked; or a `Loss`; or `(b, V)` logits.
         """
         head: Any = self.lm.get_output_embeddings()
+        if hasattr(
+            head, "base_layer"
+        ):  # the ops read the weight: they would pass over what is added
+            raise UserError(
+                "the language head has an adapter on it: put adapters on the trunk alone"
+            )
         softcap = getattr(self.lm.config, "final_logit_softcapping", None)
         if cache is not None:
             logits = head(cache.last(_hidden(self.lm, cache, ids)))  # (b, V)
             return logits if softcap is None else softcap * torch.tanh(logits / softcap)
         assert cu_seqlens is not None
         hidden = _hidden(self.lm, Packed(cu_seqlens), ids)  # (total, H)
+        if states and not ppo:
+            return hidden
         targets, followed = next_token_targets(ids, cu_seqlens)
         mask = followed if mask is None else mask & followed
-        op = linear_ppo_loss if ppo else linear_selected_logprobs
         options = {"bias": head.bias, "mask": mask, "temperature": temperature, "softcap": softcap}
-        return op(hidden, head.weight, targets, **options, **ppo)
+        if not ppo:
+            return linear_selected_logprobs(hidden, head.weight, targets, **options)
+        options |= {"cu_seqlens": cu_seqlens}
+        loss = linear_ppo_loss(hidden, head.weight, targets, **options, **ppo)
+        return (loss, hidden) if states else loss
 
     @torch.no_grad()
     def knows_its_head(self) -> bool:
@@ -119,6 +132,25 @@ class Scorer(nn.Module):
         config, head = self.model.config, cast(nn.Module, self.model.score)
         hidden = _hidden(self.model, Packed(cu_seqlens), ids)  # (total, H)
         return (head(hidden).squeeze(-1).float() - config.score_mean) / config.score_std
+
+
+class ValueHead(nn.Module):
+    """A critic on the policy's trunk: it reads the states that the policy's own pass has made.
+
+    It stands beside the policy, not in it, so that it has an optimiser of its own and its gradient
+    flows through what the policy returns.
+    """
+
+    def __init__(self, width: int) -> None:
+        """Begins with zeros."""
+        super().__init__()
+        self.score = nn.Linear(width, 1)
+        nn.init.zeros_(self.score.weight)
+        nn.init.zeros_(self.score.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """A value for each state: `(total, H)` to `(total,)`, float32."""
+        return self.score(states).squeeze(-1).float()
 
 
 def _hidden(model: PreTrainedModel, layout: Packed | KeyValueCache, ids: Tensor) -> Tensor:
@@ -219,7 +251,8 @@ def new_policy(scratch: Scratch, tokenizer: PreTrainedTokenizerBase) -> Policy:
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model's folder."""
-    require_model(folder)
+    if not (Path(folder) / "adapter_config.json").is_file():
+        require_model(folder)
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
@@ -274,6 +307,10 @@ def _load(auto: Any, folder: str, **options: Any) -> tuple[Any, list[str]]:
 
 def require_model(folder: str) -> None:
     """Raises a `UserError` unless `folder` holds a model."""
+    require(
+        not (Path(folder) / "adapter_config.json").is_file(),
+        f"{folder} is an adapter and no whole model: `export` makes one of its run",
+    )
     require(
         (Path(folder) / "config.json").is_file(),
         f"{folder} is not the folder of a model: it has no config.json",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from .config import Supervised
@@ -37,10 +38,16 @@ def clipped_step(trained: Sequence[Trained], max_grad_norm: float) -> tuple[list
     Returns:
         The norms before clipping, and whether the step was taken.
     """
-    norms = [nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm) for module, _ in trained]
+    norms = [_clipped(module, max_grad_norm) for module, _ in trained]
     finite = all(bool(norm.isfinite()) for norm in norms)
     for _, optimizer in trained:
         if finite:
             optimizer.step()
         optimizer.zero_grad()
     return norms, finite
+
+
+def _clipped(module: nn.Module, max_grad_norm: float) -> Tensor:
+    """The norm over all processes' parts, the same in each, so that they step or skip together."""
+    norm = nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -48,8 +48,11 @@ def show(config: SFTConfig | RewardConfig | PPOConfig | DemoConfig) -> None:
     if isinstance(config, PPOConfig):
         room = config.longest_prompt(model.max_position_embeddings)
         tokenizer = load_tokenizer(config.model)
-        prompts = read_prompts(config.train, tokenizer, config.prompt_tokens, room)
-        longest = max(len(prompt.ids) for prompt in prompts)
+        longest = max(
+            len(prompt.ids)
+            for file in config.prompt_files()
+            for prompt in read_prompts(file, tokenizer, config.prompt_tokens, room)
+        )
     table(config.run_dir, plan(config, model, longest))
 
 
@@ -84,9 +87,15 @@ def _ppo(config: PPOConfig, model: PreTrainedConfig, longest: int) -> Plan:
         ),
         "optimiser steps an update": f"{config.ppo_epochs} epochs x {config.minibatches} = {steps}",
         "optimiser steps": f"{steps * config.updates:,} in {config.updates:,} updates",
-        "parameters": f"{parameter_count(model):,}, in 2 trained, {_frozen(config)} frozen models",
+        "parameters": f"{parameter_count(model):,}, in {_trained(config)} trained, "
+        f"{_frozen(config)} frozen models",
         "memory": f"about {memory(config, model, longest) / MIB:,.0f} MiB, and the program itself",
     }
+
+
+def _trained(config: PPOConfig) -> int:
+    """Whole models: adapters are small, and stand beside the weights of the reference."""
+    return (config.lora_rank is None) + (config.critic_kind == "separate")
 
 
 def _frozen(config: PPOConfig) -> int:
@@ -105,7 +114,7 @@ def memory(
         rows = ceil(config.episodes_per_update / config.minibatches)
         longest += config.max_new_tokens
         cache = config.episodes_per_update * longest * model.num_hidden_layers * model.hidden_size
-        models = 2 * 16 + 4 * _frozen(config)  # bytes a parameter
+        models = 16 * _trained(config) + 4 * _frozen(config)  # bytes a parameter
     else:
         rows = config.sequences_per_step if isinstance(config, SFTConfig) else config.pairs_per_step
         longest = config.max_tokens * (1 if isinstance(config, SFTConfig) else 2)

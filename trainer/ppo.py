@@ -30,15 +30,19 @@ from transformers import PreTrainedTokenizerBase
 
 from ppokern import kl_estimate, ppo_value_loss
 
+from . import distributed
 from .check import check_frozen, check_paths, check_start, check_sums
 from .checkpoint import Checkpoints, save_model, write_json
 from .config import CheckFailed, PPOConfig
-from .data import micro_batches, read_prompts, shuffled, stop_ids, sums
+from .data import micro_batches, mixed, read_prompts, stop_ids, sums
+from .evaluation import Evaluation
 from .experience import Experience, make_experience
+from .lora import adapter_of, add_adapter, save_policy
 from .metrics import Metrics, RunLog, distinct, repeated
 from .models import (
     Policy,
     Scorer,
+    ValueHead,
     load_policy,
     load_scorer,
     load_tokenizer,
@@ -48,7 +52,7 @@ from .models import (
 from .optimise import Trained, adamw, clipped_step
 from .rollout import Rollouts, generate
 from .sample import respond, side_by_side
-from .scoring import RewardPart, load_rewards, score, source_file
+from .scoring import RewardPart, Scaling, load_rewards, score, source_file
 
 
 @dataclass
@@ -57,9 +61,16 @@ class Models:
 
     tokenizer: PreTrainedTokenizerBase
     policy: Policy
-    critic: Scorer
+    critic: Scorer | ValueHead
     reference: Policy
     rewards: list[RewardPart]
+    shared: bool = False  # the critic is a head on the policy's trunk
+
+    def values(self, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """The critic's, `(total,)`."""
+        if self.shared:
+            return self.critic(self.policy(ids, cu_seqlens, states=True))
+        return self.critic(ids, cu_seqlens)
 
     def frozen(self) -> list[nn.Module]:
         """Those that no step may change."""
@@ -67,7 +78,8 @@ class Models:
 
     def context_tokens(self) -> int:
         """Longest sequence that all of them can read."""
-        scorers = [self.critic, *(part.model for part in self.rewards if part.model)]
+        scorers = [self.critic, *(part.model for part in self.rewards)]
+        scorers = [scorer for scorer in scorers if isinstance(scorer, Scorer)]
         return min(module.context_tokens for module in (self.policy, *scorers))
 
 
@@ -109,6 +121,33 @@ class KLController:
         self.coef = state_dict["coef"]
 
 
+@dataclass
+class PenaltyController:
+    """The weight of the KL from old to new policy, where that is what keeps a step small.
+
+    Halved where the KL is below `target / 1.5`, doubled above `1.5 * target` (Schulman et al. 2017,
+    section 4).
+    """
+
+    coef: float
+    target: float
+
+    def update(self, moved: float) -> None:
+        """Moves the weight after an update that has come so far."""
+        if moved < self.target / 1.5:
+            self.coef /= 2
+        elif moved > self.target * 1.5:
+            self.coef *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes while a run goes on."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Goes on from there."""
+        self.coef = state_dict["coef"]
+
+
 def run(
     config: PPOConfig, overwrite: bool = False, resume: bool = False
 ) -> dict[str, float | None]:
@@ -117,25 +156,35 @@ def run(
     device = pick_device()
     models = load(config, device)
     longest = config.longest_prompt(models.context_tokens())
-    prompts = read_prompts(config.train, models.tokenizer, config.prompt_tokens, longest)
+    files = config.prompt_files()
+    read = [read_prompts(x, models.tokenizer, config.prompt_tokens, longest) for x in files]
+    prompts = list(itertools.chain.from_iterable(read))
+    evaluation = Evaluation(config, models.tokenizer, device, longest)
     check_frozen([models.policy, models.critic], models.frozen())
 
+    models.policy = distributed.wrap(models.policy, config.parallel)
+    models.critic = distributed.wrap(models.critic, config.parallel)
     trained = [
         (models.policy, adamw(models.policy, config.learning_rate)),
         (models.critic, adamw(models.critic, config.critic_learning_rate)),
     ]
     controller = KLController.of(config)
+    penalty = PenaltyController(config.penalty_coef, config.penalty_target_per_token)
+    scaling = Scaling(config.reward_scaling, config.reward_clip)
     stop = stop_ids(models.tokenizer, models.policy.lm.generation_config)
-    order = shuffled(len(prompts), config.seed)
+    order = mixed(list(map(len, read)), list(files.values()), config.seed)
     chance = torch.Generator(device).manual_seed(config.seed)  # of sampling
     shuffle = torch.Generator().manual_seed(config.seed)  # of minibatches
 
     parts = {
-        "policy": models.policy,
+        "policy": adapter_of(models.policy) if config.lora_rank else models.policy,
         "critic": models.critic,
         "policy_optimizer": trained[0][1],
         "critic_optimizer": trained[1][1],
         "kl_controller": controller,
+        "penalty_controller": penalty,
+        "reward_scaling": scaling,
+        "evaluation": evaluation,
         "order": order,
         "sampling": chance,
         "minibatches": shuffle,
@@ -152,7 +201,7 @@ def run(
 
             asked = itertools.islice(order, config.episodes_per_update // config.samples_per_prompt)
             batch = [prompts[i] for i in asked for _ in range(config.samples_per_prompt)]
-            with metrics.timed("time/rollout"):
+            with metrics.timed("time/rollout"), distributed.whole(models.policy):
                 rollouts = generate(
                     models.policy,
                     batch,
@@ -160,22 +209,44 @@ def run(
                     max_new_tokens=config.max_new_tokens,
                     temperature=config.temperature,
                     generator=chance,
+                    rows=distributed.share(len(batch)),
                 )
-            with metrics.timed("time/experience"):
-                scores, parts = score(models.rewards, rollouts, config.missing_eos_penalty)  # (S,)
+            sides = (models.policy, models.critic)
+            with metrics.timed("time/experience"), distributed.whole(*sides):
+                scores, parts = score(  # (S,)
+                    models.rewards, rollouts, config.missing_eos_penalty, scaling
+                )
                 experience = make_experience(
-                    rollouts, scores, models.reference, models.critic, config, kl_in_reward
+                    rollouts, scores, models.reference, models.values, config, kl_in_reward
                 )
                 if update == 1 or update % config.check_every == 0:
                     logprobs = check_paths(models.policy, rollouts, config, metrics)
-                    check_sums(rollouts, experience, kl_in_reward)
+                    check_sums(rollouts, experience, kl_in_reward, config.kl_kind_in_reward)
                     if update == 1:
                         check_start(logprobs, rollouts, experience)
             with metrics.timed("time/learn"):
-                learn(models, experience, config, trained, kl_in_loss, shuffle, metrics)
+                warming = update <= config.critic_warmup_updates
+                learning = trained[1:] if warming else trained
+                moved = learn(
+                    models,
+                    experience,
+                    config,
+                    learning,
+                    kl_in_loss,
+                    shuffle,
+                    metrics,
+                    penalty.coef * (config.objective == "penalty"),
+                )
 
-            observe(metrics, rollouts, experience, parts, kl_coef, kl_in_reward)
-            controller.update(metrics, len(batch))
+            kind = config.kl_kind_in_reward
+            observe(metrics, rollouts, experience, parts, kl_coef, kl_in_reward, kind)
+            metrics.across_processes()
+            if not warming:  # else the KL stands still
+                controller.update(metrics, len(batch))
+                if config.objective == "penalty":
+                    metrics.add("penalty_coef", penalty.coef)
+                    penalty.update(moved)
+            evaluation.after(update, models.policy, models.reference, models.rewards, metrics)
             row = metrics.means() | derived(metrics)
             log.write(update, row, line(row))
             if update % config.sample_every == 0:
@@ -184,12 +255,15 @@ def run(
         row = log.last()
 
     sides = (models.reference, models.policy)
-    written = [
-        respond(side, models.reference, models.rewards, models.tokenizer, prompts[:8], config)
-        for side in sides
-    ]
-    save_model(run_dir / "critic", models.critic.model, models.tokenizer)
-    save_model(run_dir / "policy", models.policy.lm, models.tokenizer)
+    with distributed.whole(models.policy):
+        written = [
+            respond(side, models.reference, models.rewards, models.tokenizer, prompts[:8], config)
+            for side in sides
+        ]
+    if not models.shared:
+        critic: Any = models.critic
+        save_model(run_dir / "critic", critic.model, models.tokenizer)
+    save_policy(run_dir / "policy", models.policy.lm, models.tokenizer)
     write_json(run_dir / "samples.json", side_by_side(*written))
     write_json(run_dir / "summary.json", row)
     return row
@@ -198,25 +272,39 @@ def run(
 def load(config: PPOConfig, device: torch.device) -> Models:
     """The four models as they stand before the first update."""
     tokenizer = load_tokenizer(config.model)
-    critic = load_scorer(config.critic) if config.critic else new_scorer(config.model)
-    critic.model.config.update({"reward_head_trained": False})  # it foresees scores, it gives none
+    policy = load_policy(config.model).to(device)
+    if config.lora_rank:
+        adapter = (config.lora_rank, config.lora_alpha, config.seed)
+        reference = add_adapter(policy, config.model, *adapter)
+    else:
+        reference = load_policy(config.model).requires_grad_(False).to(device)
+    if config.critic_kind == "head":
+        critic = ValueHead(policy.lm.config.hidden_size)
+    else:
+        critic = load_scorer(config.critic) if config.critic else new_scorer(config.model)
+        critic.model.config.update({"reward_head_trained": False})  # it foresees, it gives none
     return Models(
         tokenizer,
-        load_policy(config.model).to(device),
+        policy,
         critic.to(device),
-        load_policy(config.model).requires_grad_(False).to(device),
+        reference,
         load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch),
+        shared=config.critic_kind == "head",
     )
 
 
 def inputs(config: PPOConfig) -> dict[str, Path]:
     """What a run reads and does not change."""
+    functions = {f"reward {source}": source for source in config.rewards}
+    functions |= {"judge": config.judge} if config.judge else {}
     rewards = {
-        f"reward {source}": source_file(source) if ":" in source else Path(source)
-        for source in config.rewards
+        name: source_file(source) if ":" in source else Path(source)
+        for name, source in functions.items()
     }
+    heldout = {"held-out data": Path(config.heldout)} if config.heldout else {}
     critic = {"critic": Path(config.critic)} if config.critic else {}
-    return {"reference": Path(config.model), "data": Path(config.train), **rewards, **critic}
+    data = {f"data in {file}": Path(file) for file in config.prompt_files()}
+    return {"reference": Path(config.model), **data, **heldout, **rewards, **critic}
 
 
 def learn(
@@ -227,20 +315,30 @@ def learn(
     kl_coef: float,
     shuffle: torch.Generator,
     metrics: Metrics,
-) -> None:
-    """`ppo_epochs * minibatches` steps on one experience, fewer where `target_kl` ends them."""
+    penalty_coef: float = 0.0,
+) -> float:
+    """`ppo_epochs * minibatches` steps on one experience, fewer where `target_kl` ends them.
+
+    `trained` are policy and critic, or the critic alone.
+
+    Returns:
+        How far the policy had moved before the last step: k3, nats a token.
+    """
+    learning = ("policy", "critic")[-len(trained) :]
     before = [steps_taken(optimizer) for _, optimizer in trained]
-    taken = 0
+    taken, moved = 0, 0.0
     for minibatch in minibatches(experience, config, shuffle):
-        moved = backward(models, minibatch, config, kl_coef, metrics)
+        moved = backward(
+            models, minibatch, config, kl_coef, metrics, "policy" in learning, penalty_coef
+        )
         if config.target_kl is not None and moved > config.target_kl:
             metrics.add("early_stops", 1.0)
             break
         norms, stepped = clipped_step(trained, config.max_grad_norm)
         taken += stepped
         metrics.add("skipped_steps", not stepped)
-        metrics.add("grad_norm/policy", norms[0])
-        metrics.add("grad_norm/critic", norms[1])
+        for name, norm in zip(learning, norms, strict=True):
+            metrics.add(f"grad_norm/{name}", norm)
     metrics.add("optimizer_steps", taken)
     for (module, optimizer), start in zip(trained, before, strict=True):
         module.zero_grad()
@@ -248,67 +346,114 @@ def learn(
             raise CheckFailed(
                 f"{taken} optimiser steps were due, {steps_taken(optimizer) - start} were taken"
             )
+    return moved
 
 
 def minibatches(
     experience: Experience, config: PPOConfig, shuffle: torch.Generator
 ) -> Iterator[Experience]:
-    """Each pass over the experience in an order of its own."""
+    """Each pass over all processes' experience in an order of its own; what is this one's of it."""
+    counts = distributed.gathered(len(experience.scores))
+    before, mine = sum(counts[: distributed.rank()]), counts[distributed.rank()]
     for _ in range(config.ppo_epochs):
-        order = torch.randperm(len(experience.scores), generator=shuffle)
+        order = torch.randperm(sum(counts), generator=shuffle) - before
         for rows in order.tensor_split(config.minibatches):
-            yield experience.rows(rows.tolist())
+            yield experience.rows(rows[(rows >= 0) & (rows < mine)].tolist())
 
 
 def backward(
-    models: Models, minibatch: Experience, config: PPOConfig, kl_coef: float, metrics: Metrics
+    models: Models,
+    minibatch: Experience,
+    config: PPOConfig,
+    kl_coef: float,
+    metrics: Metrics,
+    policy_learns: bool = True,
+    penalty_coef: float = 0.0,
 ) -> float:
-    """Gradients of a minibatch, the same however it is cut.
+    """Gradients of a minibatch, the same however it is cut, in micro-batches or over processes.
 
     Returns:
         How far the policy has moved from the one that sampled: k3, nats a token.
     """
-    tokens = minibatch.mask.sum().clamp(min=1)
+    tokens = distributed.total(minibatch.mask.sum()).clamp(min=1)
+    kept = sums(minibatch.mask, minibatch.cu_seqlens) > 0  # (S,)
+    responses = distributed.total(kept.sum()).clamp(min=1)
+    processes = distributed.size()
     moved = torch.zeros((), device=tokens.device)
     lengths = minibatch.cu_seqlens.diff().tolist()
-    for rows in micro_batches(lengths, config.max_tokens_per_micro_batch):
-        batch = minibatch.rows(rows)
-        policy = models.policy(
-            batch.ids,
-            batch.cu_seqlens,
-            batch.mask,
-            temperature=config.temperature,
-            old_logprobs=batch.logprobs,
-            advantages=batch.advantages,
-            ref_logprobs=batch.ref_logprobs,
-            clip_range=config.clip_range,
-            entropy_coef=config.entropy_coef,
-            entropy_stats=True,
-            kl_coef=kl_coef,
-            denominator=tokens,
-        )
-        policy.loss.backward()  # before the critic's pass: its activations take the same room
-        value = ppo_value_loss(
-            models.critic(batch.ids, batch.cu_seqlens),
-            batch.values,
-            batch.returns,
-            mask=batch.mask,
-            clip_range=config.value_clip_range,
-            denominator=tokens,
-        )
-        value.loss.backward()
+    cuts = micro_batches(lengths, config.max_tokens_per_micro_batch)
+    for rows, last in distributed.passes(cuts):
+        batch = minibatch.rows(rows) if rows else minibatch.nothing()
+        with distributed.step_pass(models.policy, last), distributed.step_pass(models.critic, last):
+            with torch.set_grad_enabled(policy_learns):
+                policy, states = models.policy(
+                    batch.ids,
+                    batch.cu_seqlens,
+                    batch.mask,
+                    states=True,
+                    temperature=config.temperature,
+                    old_logprobs=batch.logprobs,
+                    dual_clip=config.dual_clip,
+                    ratio=config.ratio,
+                    aggregate=config.aggregate,
+                    entropy_coef=config.entropy_coef,
+                    entropy_stats=True,
+                    denominator=tokens if config.aggregate == "token_mean" else responses,
+                    **step_limit(batch, config, kl_coef, penalty_coef),
+                )
+            if models.shared:
+                values, loss, coef = models.critic(states), policy.loss, config.value_coef
+            else:
+                if policy_learns:  # before the critic's pass: its activations take the same room
+                    (policy.loss * processes).backward()
+                values, loss, coef = models.critic(batch.ids, batch.cu_seqlens), 0.0, 1.0
+            value = ppo_value_loss(
+                values,
+                batch.values,
+                batch.returns,
+                mask=batch.mask,
+                clip_range=config.value_clip_range,
+                denominator=tokens,
+            )
+            ((loss + coef * value.loss) * processes).backward()
 
         count = batch.mask.sum()
         for name, stat in POLICY_STATS.items():
             metrics.add_sum(name, policy.stats[stat] * count, count)
         if config.value_clip_range is not None:
             metrics.add_sum("val/clipfrac_avg", value.stats["value_clip_fraction"] * count, count)
-        metrics.add_sum("loss/policy_avg", policy.stats["policy_loss"], 0)
+        surplus = penalty_coef * policy.stats["ratio_mean"] * count / tokens  # see step_limit
+        metrics.add_sum("loss/policy_avg", policy.stats["policy_loss"] - surplus, 0)
         metrics.add_sum("loss/value_avg", value.stats["value_loss"], 0)
         moved += policy.stats["approx_kl_k3"] * count / tokens
-    metrics.add_sum("loss/policy_avg", 0.0, 1)
-    metrics.add_sum("loss/value_avg", 0.0, 1)
-    return moved.item()
+    metrics.add_sum("loss/policy_avg", 0.0, 1 / processes)
+    metrics.add_sum("loss/value_avg", 0.0, 1 / processes)
+    return distributed.total(moved).item()
+
+
+def step_limit(
+    batch: Experience, config: PPOConfig, kl_coef: float, penalty_coef: float
+) -> dict[str, Any]:
+    """The options of the policy's loss that depend on the objective.
+
+    The penalty is `b * (r - 1 - log r)`, of the KL from old to new policy. It is never
+    negative; with `-r * A` before it, that is `-r * (A - b) - b * log r - b`.
+    """
+    if config.objective == "penalty":
+        return {
+            "advantages": batch.advantages - penalty_coef,
+            "ref_logprobs": batch.logprobs,
+            "clip_range": (1.0, math.inf),  # a ratio is never below 0, nor above this
+            "kl_coef": -penalty_coef,
+            "kl_kind": "k1",
+        }
+    return {
+        "advantages": batch.advantages,
+        "ref_logprobs": batch.ref_logprobs,
+        "clip_range": (config.clip_range, config.clip_range_high or config.clip_range),
+        "kl_coef": kl_coef,
+        "kl_kind": config.kl_kind_in_loss,
+    }
 
 
 POLICY_STATS = {
@@ -334,6 +479,7 @@ def observe(
     parts: dict[str, Tensor],
     kl_coef: float,
     kl_in_reward: float,
+    kl_kind: str = "k1",
 ) -> None:
     """What there is to say of an update's episodes, in the names that TRL's users know."""
     mask, ends = experience.mask, experience.cu_seqlens
@@ -342,15 +488,17 @@ def observe(
     metrics.add("objective/scores", scores)
     for name, part in parts.items():
         metrics.add(f"objective/scores/{name}", part[kept])
-    metrics.add("objective/unscored", (~kept).sum())
+    metrics.add_sum("objective/unscored", (~kept).sum(), 1 / distributed.size())
     metrics.add("objective/kl", kl)
     metrics.add("objective/kl_per_token", experience.kl, mask)
     k3 = kl_estimate(rollouts.logprobs, experience.ref_logprobs, "k3", mask)
     metrics.add("objective/kl_k3", sums(k3, ends)[kept])
     sampled = -sums(rollouts.logprobs, ends)[kept]  # nats: a proxy; policy/entropy_avg is exact
     metrics.add("objective/entropy", sampled)
-    metrics.add("objective/non_score_reward", -kl_in_reward * kl)
-    metrics.add("objective/rlhf_reward", scores - kl_in_reward * kl)
+    penalty = kl_estimate(rollouts.logprobs, experience.ref_logprobs, kl_kind, mask)
+    penalty = kl_in_reward * sums(penalty, ends)[kept]
+    metrics.add("objective/non_score_reward", -penalty)
+    metrics.add("objective/rlhf_reward", scores - penalty)
     metrics.add("objective/shaped_reward", experience.rewards, mask)
     metrics.add("objective/advantage", experience.returns - experience.values, mask)
     metrics.add("objective/whitened_advantage_abs", experience.advantages.abs(), mask)
@@ -360,10 +508,11 @@ def observe(
     lengths = sums(rollouts.mask, ends)  # (S,)
     metrics.add("response/length", lengths)
     metrics.add("response/truncated", ~rollouts.terminated)
-    metrics.add("val/num_eos_tokens", rollouts.terminated.sum())
+    metrics.add_sum("val/num_eos_tokens", rollouts.terminated.sum(), 1 / distributed.size())
     metrics.add_sum("response/repetition", *repeated(responses))
+    everyone = [ids for part in distributed.gathered(responses) for ids in part]
     for n in (1, 2):
-        metrics.add_sum(f"response/distinct_{n}", *distinct(responses, n))
+        metrics.add_sum(f"response/distinct_{n}", *distinct(everyone, n))
     metrics.add_pairs("score_length", experience.scores, lengths, kept)
     metrics.add_pairs("value", experience.values, experience.returns, mask)
 

@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from . import distributed
 from .checkpoint import Checkpoints, save_model, write_json
 from .config import RewardConfig, require
 from .data import Pair, length_batches, micro_batches, packed, read_pairs
 from .metrics import Metrics, RunLog
 from .models import Scorer, load_tokenizer, new_scorer, pick_device
 from .optimise import adamw, clipped_step, schedule
+
+NOTHING = Pair([0], [0])  # stands where a process has no pair, and counts for nothing
 
 
 def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> dict[str, float]:
@@ -39,7 +42,7 @@ def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> 
     train = read_pairs(config.train, tokenizer, config.max_tokens)
     heldout = read_pairs(config.heldout, tokenizer, config.max_tokens)
     device = pick_device()
-    scorer = scorer.to(device).eval()
+    scorer = distributed.wrap(scorer.to(device).eval(), config.parallel)
     optimizer = adamw(scorer, config.learning_rate, config.weight_decay)
     batches = length_batches(
         [max(map(len, pair)) for pair in train], config.pairs_per_step, config.seed
@@ -54,22 +57,27 @@ def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> 
         for step, rows in zip(range(done + 1, config.steps + 1), batches, strict=False):
             schedule(optimizer, config, step)
             metrics = Metrics()
-            batch = [train[row] for row in rows]
+            batch = [train[rows[i]] for i in distributed.share(len(rows))]
             tokens = [sum(map(len, pair)) for pair in batch]
-            for part in micro_batches(tokens, config.max_tokens_per_micro_batch):
-                margins = _margins(scorer, [batch[row] for row in part], device)  # (b,)
-                losses = -logsigmoid(margins)
-                (losses.sum() / len(batch)).backward()
+            cuts = micro_batches(tokens, config.max_tokens_per_micro_batch)
+            for part, last in distributed.passes(cuts):
+                pairs = [batch[row] for row in part] or [NOTHING]
+                with distributed.step_pass(scorer, last):
+                    margins = _margins(scorer, pairs, device)[: len(part)]  # (b,)
+                    losses = -logsigmoid(margins)
+                    (losses.sum() / len(rows) * distributed.size()).backward()
                 metrics.add("loss", losses.detach())
                 metrics.add("accuracy", margins > 0)
             (norm,), stepped = clipped_step([(scorer, optimizer)], config.max_grad_norm)
             metrics.add("grad_norm", norm)
             metrics.add("skipped_steps", not stepped)
+            metrics.across_processes()
             line = f"loss {metrics.mean('loss'):.2f}, accuracy {metrics.mean('accuracy'):.2f}"
             log.write(step, metrics.means(), line)
             checkpoints.after(step, log)
 
-        result = _measure(scorer, heldout, config.max_tokens_per_micro_batch, device)
+        with distributed.whole(scorer):
+            result = _measure(scorer, heldout, config.max_tokens_per_micro_batch, device)
         log.print(f"reward: right on {result['accuracy']:.1%} of {len(heldout)} held-out pairs")
     record = {
         "score_mean": result["score_mean"],

@@ -2,7 +2,8 @@
 
 A prompt that is asked for several times is read once. A row that has finished leaves the batch and
 its cache as soon as a quarter has, so the work shrinks with the rows that are left. Chance is drawn
-for each row and step, so what a row samples does not depend on when others leave.
+for each row and step, so what a row samples does not depend on when others leave, nor on which
+process samples it.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def generate(
     max_new_tokens: int,
     temperature: float,
     generator: torch.Generator,
+    rows: Sequence[int] | None = None,
 ) -> Rollouts:
     """Samples one response to each prompt.
 
@@ -64,23 +66,27 @@ def generate(
         max_new_tokens: longest response.
         temperature: divides the logits, in sampling and in the log-probs.
         generator: the only source of chance.
+        rows: which of the prompts to answer; not given, all. Chance is drawn for all of them.
 
     Returns:
         The rollouts, on the generator's device.
     """
-    tokens, logprobs, counts = _sample(
-        policy, prompts, stop, max_new_tokens, temperature, generator
-    )
+    shape = (max_new_tokens, len(prompts))
+    chance = torch.rand(shape, dtype=torch.float64, device=generator.device, generator=generator)
+    if rows is not None:
+        prompts, chance = [prompts[row] for row in rows], chance[:, rows]
+    tokens, logprobs, counts = _sample(policy, prompts, stop, temperature, chance)
     chosen = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
     rows = [prompt.ids + response for prompt, response in zip(prompts, chosen, strict=True)]
     ids, cu_seqlens = packed(rows, generator.device)
-    starts = torch.tensor([len(prompt.ids) for prompt in prompts], device=ids.device)
+    starts = torch.tensor([len(p.ids) for p in prompts], dtype=torch.long, device=ids.device)
     starts = starts.repeat_interleave(starts + counts)  # (total,)
     mask = next_token_targets(ids, cu_seqlens)[1] & (position_ids(cu_seqlens) >= starts - 1)
     answered = torch.arange(max_new_tokens, device=ids.device) < counts[:, None]  # (S, N)
     placed = torch.zeros(len(ids), device=ids.device)
     placed[mask] = logprobs[answered]
-    terminated = torch.tensor([row[-1] in stop for row in chosen], device=ids.device)
+    ended = [row[-1] in stop for row in chosen]
+    terminated = torch.tensor(ended, dtype=torch.bool, device=ids.device)
     return Rollouts(list(prompts), ids, cu_seqlens, mask, placed, terminated)
 
 
@@ -89,16 +95,19 @@ def _sample(
     policy: Policy,
     prompts: Sequence[Prompt],
     stop: Sequence[int],
-    max_new_tokens: int,
     temperature: float,
-    generator: torch.Generator,
+    chance: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens of each response and their log-probs, `(S, max_new_tokens)`, and how many, `(S,)`."""
-    device, count = generator.device, len(prompts)
+    """Tokens of each response and their log-probs, `(S, max_new_tokens)`, and how many, `(S,)`.
+
+    `chance` is `(max_new_tokens, S)`.
+    """
+    device, (max_new_tokens, count) = chance.device, chance.shape
     places: dict[tuple[int, ...], int] = {}  # of each prompt among those that differ
     asked = [places.setdefault(tuple(prompt.ids), len(places)) for prompt in prompts]
     ids, cu_seqlens = packed(list(places), device)
-    cache = KeyValueCache(cu_seqlens, torch.tensor(asked, device=device), max_new_tokens)
+    answered = torch.tensor(asked, dtype=torch.long, device=device)
+    cache = KeyValueCache(cu_seqlens, answered, max_new_tokens)
     ends = torch.tensor(stop, device=device)
 
     tokens = torch.zeros(count, max_new_tokens, dtype=torch.long, device=device)
@@ -106,10 +115,9 @@ def _sample(
     counts = torch.full((count,), max_new_tokens, device=device)
     rows = torch.arange(count, device=device)  # (b,) whose cache is still kept
     going_on = torch.ones(count, dtype=torch.bool, device=device)  # (b,)
-    for step in range(max_new_tokens):
+    for step in range(max_new_tokens if count else 0):
         logits = policy(ids, cache=cache)  # (b, V)
-        chance = torch.rand(count, dtype=torch.float64, device=device, generator=generator)[rows]
-        token = choose(logits, temperature, chance)  # (b,)
+        token = choose(logits, temperature, chance[step, rows])  # (b,)
         tokens[rows, step] = token
         logprobs[rows, step] = selected_logprobs(logits, token, temperature=temperature)  # nats
         ended = going_on & torch.isin(token, ends)

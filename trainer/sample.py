@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from .checkpoint import read_config
 from .config import PPOConfig, UserError, require
 from .data import Encoder, Prompt, read_rows, said, stop_ids, sums
+from .lora import load_trained
 from .metrics import console
 from .models import Policy, forward_all, load_policy, load_tokenizer, pick_device
 from .rollout import generate
@@ -99,7 +100,7 @@ def run(run_dir: str, prompt: str) -> None:
     if not isinstance(config, PPOConfig):
         raise UserError(f"{run_dir} is not the folder of a PPO run but of another stage's")
     tokenizer, device = load_tokenizer(f"{run_dir}/policy"), pick_device()
-    policy = load_policy(f"{run_dir}/policy").to(device)
+    policy = load_trained(f"{run_dir}/policy").to(device)
     reference = load_policy(config.model).to(device)
     rewards = load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch)
     value = said("user", prompt) if asks_in_messages(config) else prompt

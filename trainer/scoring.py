@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from . import distributed
 from .config import UserError, require
 from .data import end_token, packed
 from .models import Scorer, forward_all, load_scorer, load_tokenizer
@@ -34,13 +35,49 @@ class RewardPart:
     model: Scorer | None = None
 
 
+class Scaling:
+    """Scales scores by the moments of all scores of the run so far, theirs included; then clips."""
+
+    def __init__(self, kind: str, clip: float | None) -> None:
+        """Takes a `reward_scaling` and a `reward_clip`."""
+        self.kind, self.clip = kind, clip
+        self.moments = torch.zeros(3, dtype=torch.float64)  # count, sum, sum of squares
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Takes in scores `(S,)` and returns what is to be learned from."""
+        if self.kind != "none":
+            x = scores.double().cpu()
+            taken = distributed.total(torch.stack([torch.ones_like(x), x, x * x]).sum(1))
+            self.moments = self.moments + taken
+            mean, square = (self.moments[1:] / self.moments[0]).tolist()
+            variance = square - mean * mean
+            std = variance**0.5 if variance > 1e-12 * square else 1.0  # else all are alike
+            scores = (scores - mean * (self.kind == "mean_std")) / std
+        return scores if self.clip is None else scores.clamp(-self.clip, self.clip)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What changes while a run goes on."""
+        return {"moments": self.moments}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], /) -> None:
+        """Goes on from there."""
+        self.moments = state_dict["moments"]
+
+
 def score(
-    parts: Sequence[RewardPart], rollouts: Rollouts, missing_eos_penalty: float
+    parts: Sequence[RewardPart],
+    rollouts: Rollouts,
+    missing_eos_penalty: float,
+    scaling: Callable[[Tensor], Tensor] = lambda scores: scores,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The score of each response, `(S,)`, and each part of it before its weight."""
+    """The score of each response, `(S,)`, and each part of it before its weight.
+
+    The penalty is subtracted last: neither scaling nor clipping takes from it.
+    """
     each = {part.name: part.score(rollouts) for part in parts}
-    total = -missing_eos_penalty * (~rollouts.terminated).float()
-    return sum((part.weight * each[part.name] for part in parts), total), each
+    total = torch.zeros(len(rollouts.prompts), device=rollouts.ids.device)
+    total = scaling(sum((part.weight * each[part.name] for part in parts), total))
+    return total - missing_eos_penalty * (~rollouts.terminated).float(), each
 
 
 def load_rewards(
@@ -98,9 +135,8 @@ def _from_function(
             for name in sorted(names)
         }
         completions = tokenizer.batch_decode(rollouts.responses(), skip_special_tokens=True)
-        scores: Any = function(
-            [prompt.value for prompt in rollouts.prompts], completions, **columns
-        )
+        prompts = [prompt.value for prompt in rollouts.prompts]
+        scores: Any = function(prompts, completions, **columns) if prompts else []
         fits = isinstance(scores, (list, tuple)) and len(scores) == len(completions)
         require(fits, f"{source} must return a list of {len(completions)} numbers")
         numbers = [float(score) for score in scores]

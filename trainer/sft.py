@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppokern import next_token_targets, position_ids
 
+from . import distributed
 from .checkpoint import Checkpoints, save_model, write_json
 from .config import SFTConfig, require
 from .data import (
@@ -33,7 +34,9 @@ from .metrics import Metrics, RunLog
 from .models import Policy, load_policy, load_tokenizer, new_policy, pick_device
 from .optimise import adamw, clipped_step, schedule
 
-Batch = tuple[Tensor, Tensor, Tensor]  # ids, cu_seqlens, mask of the tokens before those to learn
+# ids, cu_seqlens, mask of the tokens before those to learn, whether it is the last
+Batch = tuple[Tensor, Tensor, Tensor, bool]
+NOTHING = Example([0], 1)  # a token that none follows: nothing to learn
 
 
 def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dict[str, float]:
@@ -43,7 +46,7 @@ def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dic
     train = read_examples(config.train, tokenizer, config.max_tokens)
     heldout = read_examples(config.heldout, tokenizer, config.max_tokens)
     device = pick_device()
-    policy = policy.to(device).eval()
+    policy = distributed.wrap(policy.to(device).eval(), config.parallel)
     optimizer = adamw(policy, config.learning_rate, config.weight_decay)
     batches = length_batches([len(x.ids) for x in train], config.sequences_per_step, config.seed)
 
@@ -59,18 +62,22 @@ def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dic
             schedule(optimizer, config, step)
             metrics = Metrics()
             tokens = sum(len(train[row].ids) - train[row].start for row in rows)
-            batch = [train[row] for row in rows]
-            for ids, cu_seqlens, mask in _cut(batch, config.max_tokens_per_micro_batch, device):
-                total = -policy(ids, cu_seqlens, mask).sum()  # nats
-                (total / tokens).backward()
+            batch = [train[rows[i]] for i in distributed.share(len(rows))]
+            cut = _cut(batch, config.max_tokens_per_micro_batch, device)
+            for ids, cu_seqlens, mask, last in cut:
+                with distributed.step_pass(policy, last):
+                    total = -policy(ids, cu_seqlens, mask).sum()  # nats
+                    (total / tokens * distributed.size()).backward()
                 metrics.add_sum("loss", total.detach(), mask.sum())
             (norm,), stepped = clipped_step([(policy, optimizer)], config.max_grad_norm)
             metrics.add("grad_norm", norm)
             metrics.add("skipped_steps", not stepped)
+            metrics.across_processes()
             log.write(step, metrics.means(), f"loss {metrics.mean('loss'):.2f} nats a token")
             checkpoints.after(step, log)
 
-        result = {"loss": _loss(policy, heldout, config.max_tokens_per_micro_batch, device)}
+        with distributed.whole(policy):
+            result = {"loss": _loss(policy, heldout, config.max_tokens_per_micro_batch, device)}
         log.print(f"sft: held-out loss {result['loss']:.3f} nats a token")
     save_model(run_dir / "model", policy.lm, tokenizer)
     write_json(run_dir / "summary.json", result)
@@ -97,12 +104,14 @@ def _start(config: SFTConfig) -> tuple[PreTrainedTokenizerBase, Policy]:
 def _cut(
     batch: Sequence[Example], max_tokens_per_micro_batch: int, device: torch.device
 ) -> Iterator[Batch]:
-    for rows in micro_batches([len(x.ids) for x in batch], max_tokens_per_micro_batch):
-        ids, cu_seqlens = packed([batch[row].ids for row in rows], device)
-        starts = torch.tensor([batch[row].start for row in rows], device=device)  # (s,)
+    cuts = micro_batches([len(x.ids) for x in batch], max_tokens_per_micro_batch)
+    for rows, last in distributed.passes(cuts):
+        taken = [batch[row] for row in rows] or [NOTHING]
+        ids, cu_seqlens = packed([x.ids for x in taken], device)
+        starts = torch.tensor([x.start for x in taken], device=device)  # (s,)
         starts = starts.repeat_interleave(cu_seqlens.diff())
         followed = next_token_targets(ids, cu_seqlens)[1]
-        yield ids, cu_seqlens, followed & (position_ids(cu_seqlens) >= starts - 1)
+        yield ids, cu_seqlens, followed & (position_ids(cu_seqlens) >= starts - 1), last
 
 
 @torch.inference_mode()
@@ -110,6 +119,6 @@ def _loss(
     policy: Policy, examples: list[Example], max_tokens_per_micro_batch: int, device: torch.device
 ) -> float:
     metrics = Metrics()
-    for ids, cu_seqlens, mask in _cut(examples, max_tokens_per_micro_batch, device):
+    for ids, cu_seqlens, mask, _ in _cut(examples, max_tokens_per_micro_batch, device):
         metrics.add("loss", -policy(ids, cu_seqlens, mask), mask)
     return metrics.mean("loss")

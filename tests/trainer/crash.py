@@ -61,7 +61,7 @@ def _content(path: Path) -> Any:
     if not path.exists():
         return object()
     if path.suffix == ".pt":
-        return _plain(torch.load(path, weights_only=True))
+        return plain(torch.load(path, weights_only=True))
     if path.suffix == ".jsonl":
         return [_lasting(json.loads(line)) for line in path.read_text().splitlines()]
     if path.name in ("state.json", "summary.json"):
@@ -76,13 +76,13 @@ def _lasting(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith(VARYING)}
 
 
-def _plain(state: Any) -> Any:
+def plain(state: Any) -> Any:
     """Tensors as their bytes, so that all of it can be compared."""
     if isinstance(state, torch.Tensor):
         return str(state.dtype), tuple(state.shape), state.contiguous().numpy().tobytes()
     if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    return [_plain(value) for value in state] if isinstance(state, (list, tuple)) else state
+        return {key: plain(value) for key, value in state.items()}
+    return [plain(value) for value in state] if isinstance(state, (list, tuple)) else state
 
 
 def make_stages(folder: Path) -> dict[str, tuple[Any, Any]]:

@@ -1,3 +1,4 @@
+import copy
 from typing import Any
 
 import pytest
@@ -91,7 +92,8 @@ def test_nothing_trained_may_be_frozen_too(ppo_config: PPOConfig) -> None:
     check.check_frozen([models.policy, models.critic], models.frozen())
     with pytest.raises(CheckFailed, match="has a parameter that would be trained"):
         check.check_frozen([models.policy], [models.critic])
-    shared = models.policy.requires_grad_(False)
+    frozen = {id(p): nn.Parameter(p.data, False) for p in models.policy.parameters()}
+    shared = copy.deepcopy(models.policy, frozen)  # other objects on the same memory
     with pytest.raises(CheckFailed, match="shares a parameter"):
         check.check_frozen([models.policy], [shared])
 

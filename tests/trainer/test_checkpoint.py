@@ -27,7 +27,7 @@ from trainer import __main__ as cli
 from trainer import ppo, reward, sft
 from trainer.checkpoint import Chance, Checkpoints, damage_of, finished, newest_whole
 from trainer.config import PPOConfig, RewardConfig, SFTConfig, UserError
-from trainer.data import Order, length_batches, shuffled
+from trainer.data import Order, length_batches, mixed, shuffled
 from trainer.metrics import RunLog
 from trainer.optimise import adamw
 
@@ -143,7 +143,14 @@ def test_the_newest_few_are_kept(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("draw", [lambda: shuffled(7, 3), lambda: length_batches([5] * 70, 2, 3)])
+ORDERS = [
+    lambda: shuffled(7, 3),
+    lambda: length_batches([5] * 70, 2, 3),
+    lambda: mixed([3, 5], [1, 2], 3),
+]
+
+
+@pytest.mark.parametrize("draw", ORDERS)
 @pytest.mark.parametrize("taken", [0, 3, 7, 40])
 def test_an_order_goes_on_where_it_was(draw: Callable[[], Order], taken: int) -> None:
     one, two = draw(), draw()
@@ -530,7 +537,7 @@ def test_T7_what_a_ppo_run_reads_must_be_as_it_was(
     ppo.run(config)
     changes = {
         "reference": f"{model}/config.json",
-        "data": config.train,
+        f"data in {config.train}": config.train,
         "critic": f"{critic}/config.json",
         f"reward {reward_model}": f"{reward_model}/config.json",
         f"reward {function}:length": str(function),

@@ -14,6 +14,7 @@ from trainer.data import (
     Encoder,
     length_batches,
     micro_batches,
+    mixed,
     packed,
     read_examples,
     read_pairs,
@@ -256,3 +257,21 @@ def test_one_call_to_the_tokenizer_gives_what_single_calls_give(tokenizer: Any) 
     texts = ["the film is good", "", " spaces ", "é ☃"]
     encode = Encoder(tokenizer, [{"text": text} for text in texts], "text")
     assert [encode.start(text) for text in texts] == [tokenizer(text).input_ids for text in texts]
+
+
+def test_files_are_drawn_by_their_weights() -> None:
+    """Of files of 3 and 6 rows the second has three quarters, each in its own order, none twice."""
+    drawn = list(itertools.islice(mixed([3, 6], [1.0, 3.0], 0), 4000))
+    second = [row for row in drawn if row >= 3]
+    assert len(second) == pytest.approx(3000, abs=100)  # 3.6 standard deviations
+    for i in range(0, 600, 6):
+        assert sorted(second[i : i + 6]) == [3, 4, 5, 6, 7, 8]
+    first = [row for row in drawn if row < 3]
+    for i in range(0, 300, 3):
+        assert sorted(first[i : i + 3]) == [0, 1, 2]
+    assert drawn != list(itertools.islice(mixed([3, 6], [1.0, 3.0], 1), 4000))
+
+
+def test_one_file_alone_is_in_its_own_order() -> None:
+    drawn = itertools.islice(mixed([7], [0.1], 5), 700)
+    assert list(drawn) == list(itertools.islice(shuffled(7, 5), 700))

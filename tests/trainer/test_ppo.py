@@ -25,7 +25,7 @@ def made(rows: list[list[int]], start: int, advantages: list[float], models: Mod
     rollouts = make_rollouts(rows, [start] * len(rows), [True] * len(rows))
     with torch.no_grad():
         logprobs = models.policy(rollouts.ids, rollouts.cu_seqlens, rollouts.mask)
-        values = models.critic(rollouts.ids, rollouts.cu_seqlens)
+        values = models.values(rollouts.ids, rollouts.cu_seqlens)
     mask = rollouts.mask
     zeros = torch.zeros(mask.shape)
     return Experience(

@@ -1,0 +1,111 @@
+"""LoRA: the policy learns in small adapters beside weights that stay as they are.
+
+The reference is the policy without its adapter: the same weights, held once. An adapter begins with
+zeros, so the two agree before the first step. Only adapters are trained, kept and written; `export`
+merges them into a whole model.
+
+Source: Hu et al. 2021.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from . import distributed
+from .checkpoint import fingerprint, read_json, save_model, staged, write_json
+from .config import UserError, require
+from .models import Policy, load_policy
+
+
+def add_adapter(policy: Policy, folder: str, rank: int, alpha: float, seed: int) -> Policy:
+    """Gives a policy an adapter on each linear layer of its trunk, and freezes all else.
+
+    Args:
+        policy: with the weights of `folder`.
+        folder: written down with the adapter, which is nothing without it.
+        rank: of the adapter's matrices.
+        alpha: their product is weighted by `alpha / rank`.
+        seed: of the one that does not begin with zeros.
+
+    Returns:
+        The reference: the policy's own weights, without the adapter.
+    """
+    peft = _peft()
+    reference = copy.deepcopy(policy, {id(p): p for p in policy.parameters()})
+    options = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules="all-linear",  # in peft's words: without the head
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in policy.modules()),
+        base_model_name_or_path=folder,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        peft.LoraModel(policy.lm, options, "default")
+    return reference.requires_grad_(False)
+
+
+def adapter_of(policy: Policy) -> nn.Module:
+    """The parameters that a policy learns in, and no others: what a checkpoint keeps of it."""
+    learned = {name: p for name, p in policy.lm.named_parameters() if p.requires_grad}
+    return nn.ParameterDict({name.replace(".", "/"): p for name, p in learned.items()})
+
+
+def save_policy(folder: Path, lm: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes a plain transformers folder; of an adapter what peft does, and what it belongs to."""
+    if not hasattr(lm, "peft_config"):
+        save_model(folder, lm, tokenizer)
+    if not (hasattr(lm, "peft_config") and distributed.first()):
+        return
+    options = lm.peft_config["default"]
+    base = options.base_model_name_or_path
+    learned = _peft().get_peft_model_state_dict(lm)
+    tensors = {f"base_model.model.{name}": x.contiguous() for name, x in learned.items()}
+    with staged(folder) as aside:
+        options.save_pretrained(aside)
+        safetensors.torch.save_file(tensors, aside / "adapter_model.safetensors")
+        write_json(aside / "base.json", {"folder": base, "sha256": fingerprint(Path(base))})
+        tokenizer.save_pretrained(aside)
+
+
+def load_trained(folder: str) -> Policy:
+    """A policy that a run has written: whole, or an adapter, which is merged with its weights."""
+    path = Path(folder)
+    if not (path / "adapter_config.json").is_file():
+        return load_policy(folder)
+    peft = _peft()
+    base = read_json(path / "base.json")
+    policy = load_policy(base["folder"])
+    require(
+        fingerprint(Path(base["folder"])) == base["sha256"],
+        f"{base['folder']} has changed: it is not the model that the adapter in {folder} was "
+        "trained beside",
+    )
+    tuner = peft.LoraModel(policy.lm, peft.LoraConfig.from_pretrained(folder), "default")
+    tensors = safetensors.torch.load_file(path / "adapter_model.safetensors")
+    names = {name for name, p in tuner.named_parameters() if p.requires_grad}
+    given = {name.removeprefix("base_model."): x for name, x in tensors.items()}
+    found = peft.set_peft_model_state_dict(tuner, given)
+    require(
+        not found.unexpected_keys and not names & set(found.missing_keys),
+        f"the adapter in {folder} does not fit the model in {base['folder']}",
+    )
+    policy.lm = tuner.merge_and_unload()
+    return policy
+
+
+def _peft() -> Any:
+    try:
+        import peft  # type: ignore[import-not-found]
+    except ImportError:
+        raise UserError("lora_rank needs peft: pip install 'ppokern[lora]'") from None
+    return peft
