@@ -116,6 +116,7 @@ def run(run_dir: str, prompt: str) -> None:
 
 def asks_in_messages(config: PPOConfig) -> bool:
     """Whether the prompts that a run trains on are chat messages."""
+    first = next(iter(config.prompt_files()))
     return config.prompt_tokens is None and isinstance(
-        read_rows(config.train, "prompt")[0]["prompt"], list
+        read_rows(first, "prompt")[0]["prompt"], list
     )
