@@ -99,16 +99,17 @@ def cut(
 ) -> dict[str, str] | None:
     """Return a prompt of the wanted length and what follows it; None where the text is short."""
     ends = [len(tokenizer(" ".join(words[:n])).input_ids) for n in range(1, min(len(words), 96))]
-    prompt = next((n for n, end in enumerate(ends, 1) if end >= draw.randint(16, 28)), None)
+    wanted = draw.randint(PROMPT // 2, PROMPT - 4)
+    prompt = next((n for n, end in enumerate(ends, 1) if end >= wanted), None)
     if prompt is None or ends[prompt - 1] > PROMPT:
         return None
-    room = ends[prompt - 1] + draw.randint(4, RESPONSE - 8)
-    rest = [n for n, end in enumerate(ends, 1) if prompt < n and end <= room]
-    if not rest:
+    room = ends[prompt - 1] + draw.randint(14, RESPONSE - 4)
+    if ends[-1] < room:
         return None
+    last = max(n for n, end in enumerate(ends, 1) if end <= room)
     return {
         "prompt": " ".join(words[:prompt]),
-        "completion": " " + " ".join(words[prompt : rest[-1]]),
+        "completion": " " + " ".join(words[prompt:last]),
     }
 
 
