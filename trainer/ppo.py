@@ -66,11 +66,11 @@ class Models:
     rewards: list[RewardPart]
     shared: bool = False  # the critic is a head on the policy's trunk
 
-    def values(self, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """The critic's, `(total,)`."""
+    def values(self, ids: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The critic's, `(total,)`, to be read in `mask` only."""
         if self.shared:
-            return self.critic(self.policy(ids, cu_seqlens, states=True))
-        return self.critic(ids, cu_seqlens)
+            return self.critic(self.policy(ids, cu_seqlens, mask, states=True))
+        return self.critic(ids, cu_seqlens, mask)
 
     def frozen(self) -> list[nn.Module]:
         """Those that no step may change."""
@@ -406,7 +406,8 @@ def backward(
             else:
                 if policy_learns:  # before the critic's pass: its activations take the same room
                     (policy.loss * processes).backward()
-                values, loss, coef = models.critic(batch.ids, batch.cu_seqlens), 0.0, 1.0
+                values = models.critic(batch.ids, batch.cu_seqlens, batch.mask)
+                loss, coef = 0.0, 1.0
             value = ppo_value_loss(
                 values,
                 batch.values,
