@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from ppokern import Loss, linear_ppo_loss, linear_selected_logprobs, next_token_targets
 
+from . import distributed
 from .attention import KeyValueCache, Packed, use_packed
 from .config import Scratch, UserError, require
 from .data import micro_batches, packed, select, up_to_last
@@ -87,7 +88,8 @@ class Policy(nn.Module):
             )
         softcap = getattr(self.lm.config, "final_logit_softcapping", None)
         if cache is not None:
-            logits = head(cache.last(_hidden(self.lm, cache, ids)))  # (b, V)
+            with torch.compiler.set_stance("force_eager"):  # a token a row: nothing to gain
+                logits = head(cache.last(_hidden(self.lm, cache, ids)))  # (b, V)
             return logits if softcap is None else softcap * torch.tanh(logits / softcap)
         assert cu_seqlens is not None
         if states and not ppo:
@@ -173,6 +175,16 @@ def _hidden(model: PreTrainedModel, layout: Packed | KeyValueCache, ids: Tensor)
     """What the trunk makes of the tokens of a pass, `(tokens, H)`."""
     out = model.base_model(**layout.inputs(ids), use_cache=False)
     return out.last_hidden_state.flatten(0, 1)
+
+
+def compile_blocks(*modules: nn.Module) -> None:
+    """Hands the blocks of the models inside to torch.compile, each by itself.
+
+    Blocks are alike, so that one graph serves them all, in models of one shape too.
+    """
+    for module in modules:
+        for block in distributed.blocks(module):
+            block.compile(dynamic=True)
 
 
 def pick_device() -> torch.device:

@@ -43,6 +43,7 @@ from .models import (
     Policy,
     Scorer,
     ValueHead,
+    compile_blocks,
     load_policy,
     load_scorer,
     load_tokenizer,
@@ -162,6 +163,8 @@ def run(
     evaluation = Evaluation(config, models.tokenizer, device, longest)
     check_frozen([models.policy, models.critic], models.frozen())
 
+    if config.compile:
+        compile_blocks(models.policy, models.critic, *models.frozen())
     models.policy = distributed.wrap(models.policy, config.parallel)
     models.critic = distributed.wrap(models.critic, config.parallel)
     trained = [
