@@ -11,6 +11,7 @@ from torch import Tensor
 from ppokern import _backend, _check, _library
 from ppokern._sequences import Sequences
 from ppokern.gae import kernel_native, reference
+from ppokern.gae.reference import Inputs, Options
 
 KERNELS = {
     "torch": reference.gae,
@@ -23,6 +24,7 @@ WHITEN_KERNELS = {
     "cpu": reference.whiten,  # torch's own reductions are at the memory's speed
     "triton": "ppokern.gae.kernel_triton:whiten",
 }
+_INPUTS = len(Inputs._fields)
 
 
 class Advantages(NamedTuple):
@@ -32,63 +34,31 @@ class Advantages(NamedTuple):
     returns: Tensor
 
 
-def _gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    bootstrap: Tensor | None,
-    continues: Tensor | None,
-    next_values: Tensor | None,
-    last_values: Tensor | None,
-    cu_seqlens: Tensor | None,
-    gamma: float,
-    lam: float,
-    decay: bool,
-    time_dim: int,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    dtype = _check.arithmetic(rewards, values, next_values, last_values)
-    kernel = _backend.select("gae", KERNELS, backend, rewards.device, dtype)
-    flags = {"mask": mask, "bootstrap": bootstrap, "continues": continues}
-    ends = {"next_values": next_values, "last_values": last_values}
-    check = _check.values_of(rewards)
-    advantages, returns, finite = kernel(
-        rewards, values, **flags, **ends, cu_seqlens=cu_seqlens,
-        gamma=gamma, lam=lam, decay=decay, time_dim=time_dim, check=check,
-    )  # fmt: skip
+def _gae(*args: Any) -> tuple[Tensor, Tensor]:
+    x, o, backend = Inputs(*args[:_INPUTS]), Options(*args[_INPUTS:-1]), args[-1]
+    kernel = _backend.select("gae", KERNELS, backend, x.rewards.device, reference.arithmetic(x))
+    check = _check.values_of(x.rewards)
+    advantages, returns, finite = kernel(x, o, check)
     if check and not finite:
-        overflow = ~(advantages.isfinite() & returns.isfinite())
-        _raise_fault(
-            rewards, values, **flags, **ends, cu_seqlens=cu_seqlens, time_dim=time_dim,
-            overflow=overflow,
-        )  # fmt: skip
+        _raise_fault(x, o, ~(advantages.isfinite() & returns.isfinite()))
     return advantages, returns
 
 
-def _gae_fake(rewards: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dtype = _check.arithmetic(rewards, values, rest[3], rest[4])
-    return rewards.new_empty(rewards.shape, dtype=dtype), rewards.new_empty(
-        rewards.shape, dtype=dtype
-    )
+def _gae_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    x = Inputs(*args[:_INPUTS])
+    out = x.rewards.new_empty(x.rewards.shape, dtype=reference.arithmetic(x))
+    return out, torch.empty_like(out)
 
 
-_gae_op = _library.register("gae", _gae, _gae_fake)
+_gae_op = _library.register(
+    "gae", _gae, _gae_fake, schema=_library.schema_of(Inputs, Options, returns=2)
+)
 
 
-def _raise_fault(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    bootstrap: Tensor | None,
-    continues: Tensor | None,
-    next_values: Tensor | None,
-    last_values: Tensor | None,
-    cu_seqlens: Tensor | None,
-    time_dim: int,
-    overflow: Tensor,
-) -> NoReturn:
+def _raise_fault(x: Inputs, o: Options, overflow: Tensor) -> NoReturn:
     """Name what made a result that is not finite, and where."""
-    time_major = time_dim == 0 and rewards.dim() == 2
+    rewards, values, mask, bootstrap, continues, next_values, last_values, cu_seqlens = x
+    time_major = o.time_dim == 0 and rewards.dim() == 2
     valid = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     boot = torch.ones_like(valid) if bootstrap is None else bootstrap
     goes_on = boot if continues is None else continues
@@ -212,24 +182,18 @@ def gae(
         bootstrap = None if terminated is None else ~terminated
         if truncated is not None:
             continues = ~truncated if bootstrap is None else bootstrap & ~truncated
-    backend = _backend.asked_for()
-    return Advantages(
-        *_gae_op(
-            _check.constant(rewards),
-            _check.constant(values),
-            mask,
-            bootstrap,
-            continues,
-            _check.constant(next_values),
-            _check.constant(last_values),
-            cu_seqlens,
-            float(gamma),
-            float(lam),
-            mask_mode == "decay",
-            time_dim,
-            backend,
-        )
+    x = Inputs(
+        _check.constant(rewards),
+        _check.constant(values),
+        mask,
+        bootstrap,
+        continues,
+        _check.constant(next_values),
+        _check.constant(last_values),
+        cu_seqlens,
     )
+    o = Options(float(gamma), float(lam), mask_mode == "decay", time_dim)
+    return Advantages(*_gae_op(*x, *o, _backend.asked_for()))
 
 
 def _whiten(
