@@ -159,8 +159,8 @@ def gae(
         _check.fail("time_dim", "-1 or 0", time_dim)
     if rewards.dim() not in (1, 2):
         _check.fail("rewards", "shape (B, T), (T, B), (T,) or (total,)", tuple(shape))
-    for name, x in {"values": values, "next_values": next_values}.items():
-        _check.like(name, x, shape, device)
+    _check.like("values", values, shape, device)
+    _check.like("next_values", next_values, shape, device, optional=True)
     flags = {
         "mask": mask,
         "terminated": terminated,
@@ -175,7 +175,7 @@ def gae(
         per_sequence: tuple[int, ...] = (cu_seqlens.shape[0] - 1,)
     else:
         per_sequence = tuple(shape[1:] if time_dim == 0 else shape[:-1])
-    _check.like("last_values", last_values, per_sequence, device)
+    _check.like("last_values", last_values, per_sequence, device, optional=True)
     if terminated is not None or truncated is not None:
         if bootstrap is not None or continues is not None:
             _check.fail("bootstrap, continues", "None with terminated or truncated", "both pairs")

@@ -163,9 +163,7 @@ def checked_vocab_size(vocab_size: int | None, width: int) -> int:
     """Check a vocabulary size against the number of columns, which is the default."""
     if vocab_size is None:
         return width
-    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool):
-        _check.fail("vocab_size", "an integer", type(vocab_size).__name__, TypeError)
-    if not 0 < vocab_size <= width:
+    if not 0 < _check.integer("vocab_size", vocab_size) <= width:
         _check.fail("vocab_size", f"a number of columns in [1, {width}]", vocab_size)
     return vocab_size
 

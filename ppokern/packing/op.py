@@ -83,9 +83,9 @@ def unpack(
     lengths = cu_seqlens.diff().long()
     if length is None:
         length = int(lengths.max()) if lengths.numel() else 0
-    elif isinstance(length, bool) or not isinstance(length, int):
-        _check.fail("length", "an integer", type(length).__name__, TypeError)
-    elif length < 0 or (_check.values_of(lengths) and bool((lengths > length).any())):
+    elif _check.integer("length", length) < 0 or (
+        _check.values_of(lengths) and bool((lengths > length).any())
+    ):
         longest = int(lengths.max()) if lengths.numel() else 0
         _check.fail("length", f"at least {longest}, the longest sequence", length)
     column = torch.arange(length, device=values.device)
@@ -119,7 +119,9 @@ def position_ids(
     Raises:
         ValueError: a `cu_seqlens` that does not fit, or does not end with `total`.
     """
-    _check.cu_seqlens(cu_seqlens, None if total is None else (total,), cu_seqlens.device)
+    if total is not None:
+        _check.integer("total", total)
+    _check.cu_seqlens(cu_seqlens, None if total is None else (total,))
     total = int(cu_seqlens[-1]) if total is None else total
     starts = Sequences(torch.Size((total,)), cu_seqlens).spread(cu_seqlens[:-1].long())
     return torch.arange(total, device=cu_seqlens.device) - starts
