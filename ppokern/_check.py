@@ -70,7 +70,8 @@ def tensor(name: str, x: object, dtypes: Sequence[torch.dtype] = FLOATS) -> Tens
         fail(name, "a tensor", type(x).__name__, TypeError)
     if type(x).__name__ == "DTensor":
         fail(name, "a plain tensor (gather it first: full_tensor())", "a DTensor", TypeError)
-    if x.is_neg():  # `conj().imag` has them: what lies in memory is not what they are
+    # of `conj().imag`: what lies in memory is not what it is. A compiled graph makes no such view
+    if not torch.compiler.is_compiling() and x.is_neg():
         fail(name, "a plain tensor (resolve_neg() makes one)", "a negated view", TypeError)
     if x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -182,18 +182,9 @@ def gae(
         bootstrap = None if terminated is None else ~terminated
         if truncated is not None:
             continues = ~truncated if bootstrap is None else bootstrap & ~truncated
-    x = Inputs(
-        _check.constant(rewards),
-        _check.constant(values),
-        mask,
-        bootstrap,
-        continues,
-        _check.constant(next_values),
-        _check.constant(last_values),
-        cu_seqlens,
-    )
-    o = Options(float(gamma), float(lam), mask_mode == "decay", time_dim)
-    return Advantages(*_gae_op(*x, *o, _backend.asked_for()))
+    inputs = rewards, values, mask, bootstrap, continues, next_values, last_values, cu_seqlens
+    options = float(gamma), float(lam), mask_mode == "decay", time_dim
+    return Advantages(*_gae_op(*map(_check.constant, inputs), *options, _backend.asked_for()))
 
 
 def _whiten(

@@ -73,6 +73,7 @@ def unpack(
     Raises:
         ValueError: a side, shape or `cu_seqlens` that does not fit; a `length` below the longest
             sequence (on CUDA without validation floating-point results are NaN instead).
+        TypeError: what is no tensor or no integer, or a `cu_seqlens` of another dtype.
     """
     if not isinstance(values, Tensor):
         _check.fail("values", "a tensor", type(values).__name__, TypeError)
@@ -118,6 +119,7 @@ def position_ids(
 
     Raises:
         ValueError: a `cu_seqlens` that does not fit, or does not end with `total`.
+        TypeError: a `cu_seqlens` of another dtype, a `total` that is no integer.
     """
     if total is not None:
         _check.integer("total", total)
