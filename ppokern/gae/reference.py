@@ -52,10 +52,9 @@ def gae(x: Inputs, o: Options, check: bool) -> tuple[Tensor, Tensor, bool]:
     comes out as NaN.
     """
     dtype, time_major = arithmetic(x), o.time_dim == 0 and x.rewards.dim() == 2
-    rewards, values, mask, bootstrap, continues, next_values = (
-        t.t() if time_major and t is not None else t for t in x[:6]
-    )
-    last_values, cu_seqlens = x[6:]
+    if time_major:
+        x = Inputs(*(None if t is None else t.t() for t in x[:6]), *x[6:])  # type: ignore
+    rewards, values, mask, bootstrap, continues, next_values, last_values, cu_seqlens = x
     sequences = Sequences(rewards.shape, cu_seqlens)
     valid = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     last = sequences.is_last(valid)
