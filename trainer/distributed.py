@@ -155,13 +155,17 @@ def wrap(module: Module, parallel: Literal["ddp", "fsdp"]) -> Module:
         wrapper: Any = Replicated(module)
         wrapper.broadcast_buffers = False  # they are constants; and then no forward pass waits
         return wrapper
-    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
-    kinds = {name for model in models for name in model._no_split_modules or ()}
-    for part in module.modules():
-        if type(part).__name__ in kinds:
-            fully_shard(part, reshard_after_forward=True)
+    for block in blocks_of(module):
+        fully_shard(block, reshard_after_forward=True)
     fully_shard(module, reshard_after_forward=False)
     return module
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The blocks of all trunks in a module."""
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    kinds = {name for model in models for name in model._no_split_modules or ()}
+    return [part for part in module.modules() if type(part).__name__ in kinds]
 
 
 def step_pass(module: nn.Module, last: bool) -> AbstractContextManager[None]:
