@@ -169,6 +169,7 @@ def attend(
     asked |= {"attention to what follows"} if not getattr(module, "is_causal", True) else set()
     for name in sorted(asked):
         raise UserError(f"{type(module).__name__} asks for {name}, which packing does not know")
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotated in float32 under autocast
     return layout.attend(module, query, key, value, scaling), None
 
 

@@ -82,6 +82,10 @@ class Stage:
     """Gradients are scaled down to this norm; the norm before is logged."""
     compile: bool = False
     """The trunk's blocks by torch.compile, but for sampling: the first passes wait for it."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of products in forward passes; weights, gradients, optimisers, losses stay in float32."""
+    gradient_checkpointing: bool = False
+    """A block's activations are made again in the backward pass, not kept until then."""
     tensorboard: bool = False
     """Write TensorBoard files beside metrics.jsonl."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -184,6 +188,8 @@ class PPOConfig(Stage):
     critic_kind: Literal["separate", "head"] = "separate"
     """A model of its own, or a value head on the policy's trunk: one pass for both."""
 
+    offload_frozen: bool = False
+    """Reference, reward models and judge are on the GPU only while they score."""
     lora_rank: int | None = None
     """The policy learns in adapters of this rank beside frozen weights; null: in all weights."""
     lora_alpha: float = 32.0
@@ -339,6 +345,10 @@ class PPOConfig(Stage):
         require(
             self.lora_rank is None or self.parallel == "ddp",
             "lora_rank goes with parallel ddp: its weights are held once for policy and reference",
+        )
+        require(
+            not self.offload_frozen or self.lora_rank is None,
+            "offload_frozen does not go with lora_rank: the reference has the policy's weights",
         )
         if self.critic_kind == "head":
             require(not self.critic, "critic has no effect where critic_kind is head")

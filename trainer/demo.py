@@ -35,9 +35,9 @@ from .config import DemoConfig, PPOConfig, require
 from .data import installed_file, read_prompts, read_rows, write_rows
 from .lora import load_trained
 from .metrics import console, distinct, repeated
-from .models import load_policy, load_tokenizer, pick_device
+from .models import load_policy, load_tokenizer, pick_device, set_precision
 from .sample import Sample, respond, show, side_by_side
-from .scoring import load_function, load_rewards
+from .scoring import load_function, load_rewards, models_of
 
 REVIEWS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d"
 HELDOUT_REVIEWS = 1500
@@ -103,6 +103,7 @@ def compare(config: PPOConfig, heldout: str, count: int) -> list[list[Sample]]:
     reference = load_policy(config.model).to(device)
     policy = load_trained(f"{config.run_dir}/policy").to(device)
     rewards = load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch)
+    set_precision(config.precision, policy, reference, *models_of(rewards))
     room = config.longest_prompt(policy.context_tokens)
     prompts = read_prompts(heldout, tokenizer, config.prompt_tokens, room)[:count]
     return [

@@ -20,9 +20,9 @@ from .config import PPOConfig
 from .data import read_prompts, stop_ids, sums
 from .lora import save_policy
 from .metrics import Metrics
-from .models import Policy, forward_all
+from .models import Policy, forward_all, lent, set_precision
 from .rollout import generate
-from .scoring import RewardPart, load_rewards, score
+from .scoring import RewardPart, load_rewards, models_of, score
 
 
 class Evaluation:
@@ -41,7 +41,9 @@ class Evaluation:
         read = (config.heldout, tokenizer, config.prompt_tokens, longest_prompt)
         self.prompts = read_prompts(*read)[: config.evaluation_prompts] if config.heldout else []
         weights = {config.judge: 1.0} if config.judge else {}
-        self.judges = load_rewards(weights, tokenizer, device, config.max_tokens_per_micro_batch)
+        at_rest = torch.device("cpu") if config.offload_frozen else device
+        self.judges = load_rewards(weights, tokenizer, at_rest, config.max_tokens_per_micro_batch)
+        set_precision(config.precision, *models_of(self.judges))
 
     def after(
         self,
@@ -56,7 +58,9 @@ class Evaluation:
         due = update % config.evaluate_every_updates == 0 or update == config.updates
         if not (self.prompts and due):
             return
-        with metrics.timed("time/evaluation"), distributed.whole(policy):
+        frozen = [reference, *models_of([*rewards, *self.judges])]
+        away = lent(self.device, *frozen if config.offload_frozen else ())
+        with metrics.timed("time/evaluation"), distributed.whole(policy), away:
             self.measure(policy, reference, rewards, metrics)
         if config.best_metric is None:
             return

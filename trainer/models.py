@@ -8,12 +8,15 @@ calls a trunk. Sequences are packed, one behind the other in one row: `ids` is `
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,16 +32,27 @@ from transformers.utils import logging
 
 from ppokern import Loss, linear_ppo_loss, linear_selected_logprobs, next_token_targets
 
-from . import distributed
 from .attention import KeyValueCache, Packed, use_packed
-from .config import Scratch, UserError, require
+from .config import Scratch, Stage, UserError, require
 from .data import micro_batches, packed, select, up_to_last
+from .distributed import blocks_of
 
 logging.set_verbosity_error()  # warnings: of fresh heads, of padding without a mask; both are meant
 logging.disable_progress_bar()
 
 
-class Policy(nn.Module):
+class Trunk(nn.Module):
+    """A transformers model with its head."""
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+
+    def autocast(self) -> torch.autocast:
+        """Inside, products are made in `precision`; weights are cast once, and stay in float32."""
+        device = next(self.parameters()).device.type
+        return torch.autocast(device, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+
+class Policy(Trunk):
     """A causal language model."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
@@ -88,20 +102,28 @@ class Policy(nn.Module):
             )
         softcap = getattr(self.lm.config, "final_logit_softcapping", None)
         if cache is not None:
-            with torch.compiler.set_stance("force_eager"):  # a token a row: nothing to gain
+            with (
+                self.autocast(),
+                torch.compiler.set_stance("force_eager"),
+            ):  # a token a row: no gain
                 logits = head(cache.last(_hidden(self.lm, cache, ids)))  # (b, V)
             return logits if softcap is None else softcap * torch.tanh(logits / softcap)
         assert cu_seqlens is not None
         if states and not ppo:
-            return _states(self.lm, ids, cu_seqlens, mask)
+            with self.autocast():
+                return _states(self.lm, ids, cu_seqlens, mask)
         targets, followed = next_token_targets(ids, cu_seqlens)
         mask = followed if mask is None else mask & followed
-        hidden = _states(self.lm, ids, cu_seqlens, mask)
+        with self.autocast():
+            hidden = _states(self.lm, ids, cu_seqlens, mask)
+        read, weight = hidden, head.weight
+        if self.precision == "bfloat16":  # the ops' GEMMs are those of what they are given
+            read, weight = hidden.bfloat16(), weight.bfloat16()
         options = {"bias": head.bias, "mask": mask, "temperature": temperature, "softcap": softcap}
         if not ppo:
-            return linear_selected_logprobs(hidden, head.weight, targets, **options)
+            return linear_selected_logprobs(read, weight, targets, **options)
         options |= {"cu_seqlens": cu_seqlens}
-        loss = linear_ppo_loss(hidden, head.weight, targets, **options, **ppo)
+        loss = linear_ppo_loss(read, weight, targets, **options, **ppo)
         return (loss, hidden) if states else loss
 
     @torch.no_grad()
@@ -113,7 +135,7 @@ class Policy(nn.Module):
         return torch.allclose(self(ids, cu_seqlens)[:-1], theirs, atol=1e-3)
 
 
-class Scorer(nn.Module):
+class Scorer(Trunk):
     """A body with a scalar head: a critic or a reward model.
 
     Its numbers are given in units of the config's `score_std` from its `score_mean`.
@@ -136,7 +158,8 @@ class Scorer(nn.Module):
         Only those in `mask` (bool, all if None) are to be read.
         """
         config, head = self.model.config, cast(nn.Module, self.model.score)
-        hidden = _states(self.model, ids, cu_seqlens, mask)
+        with self.autocast():
+            hidden = _states(self.model, ids, cu_seqlens, mask)
         return (head(hidden).squeeze(-1).float() - config.score_mean) / config.score_std
 
 
@@ -177,19 +200,64 @@ def _hidden(model: PreTrainedModel, layout: Packed | KeyValueCache, ids: Tensor)
     return out.last_hidden_state.flatten(0, 1)
 
 
+def equip(config: Stage, trained: Sequence[nn.Module], frozen: Sequence[nn.Module] = ()) -> None:
+    """Sets models up as the options of a stage ask for."""
+    set_precision(config.precision, *trained, *frozen)
+    if config.compile:
+        compile_blocks(*trained, *frozen)
+    if config.gradient_checkpointing:
+        recompute_blocks(*trained)
+
+
+def set_precision(precision: Literal["float32", "bfloat16"], *modules: nn.Module) -> None:
+    """In which the products of models are made from now on."""
+    for module in modules:
+        if isinstance(module, Trunk):
+            module.precision = precision
+
+
 def compile_blocks(*modules: nn.Module) -> None:
-    """Hands the blocks of the models inside to torch.compile, each by itself.
+    """Hands the blocks of trunks to torch.compile, each by itself.
 
     Blocks are alike, so that one graph serves them all, in models of one shape too.
     """
-    for module in modules:
-        for block in distributed.blocks(module):
-            block.compile(dynamic=True)
+    for block in _blocks(modules, "compile"):
+        block.forward = torch.compile(block.forward, dynamic=True)
 
 
-def pick_device() -> torch.device:
-    """The first GPU, or the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def recompute_blocks(*modules: nn.Module) -> None:
+    """Keeps of each block of a trunk what goes into it, until the backward pass runs it again."""
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # none draws chance
+    for block in _blocks(modules, "gradient_checkpointing"):
+        block.forward = partial(again, block.forward)
+
+
+def _blocks(modules: Sequence[nn.Module], option: str) -> list[nn.Module]:
+    """The blocks of all trunks, each once; the policy and the reference of LoRA share theirs."""
+    found = [blocks_of(module) for module in modules if isinstance(module, Trunk)]
+    sentence = f"{option}: transformers does not say what this model's blocks are"
+    require(all(found), sentence)
+    return list(dict.fromkeys(block for blocks in found for block in blocks))
+
+
+@contextmanager
+def lent(device: torch.device, *modules: nn.Module) -> Iterator[None]:
+    """Inside, copies of the modules' weights are on `device`; what is written there is lost."""
+    held = [(x, x.data) for part in modules for x in (*part.parameters(), *part.buffers())]
+    for x, at_rest in held:
+        x.data = at_rest.to(device, copy=True)
+    try:
+        yield
+    finally:
+        for x, at_rest in held:
+            x.data = at_rest
+
+
+def pick_device(offload: bool = False) -> torch.device:
+    """The first GPU, or the CPU, from which nothing can be offloaded."""
+    gpu = torch.cuda.is_available()
+    require(gpu or not offload, "offload_frozen needs a GPU: here models are on the CPU as it is")
+    return torch.device("cuda" if gpu else "cpu")
 
 
 def forward_all(

@@ -43,7 +43,8 @@ from .models import (
     Policy,
     Scorer,
     ValueHead,
-    compile_blocks,
+    equip,
+    lent,
     load_policy,
     load_scorer,
     load_tokenizer,
@@ -53,7 +54,7 @@ from .models import (
 from .optimise import Trained, adamw, clipped_step
 from .rollout import Rollouts, generate
 from .sample import respond, side_by_side
-from .scoring import RewardPart, Scaling, load_rewards, score, source_file
+from .scoring import RewardPart, Scaling, load_rewards, models_of, score, source_file
 
 
 @dataclass
@@ -75,11 +76,11 @@ class Models:
 
     def frozen(self) -> list[nn.Module]:
         """Those that no step may change."""
-        return [self.reference, *(part.model for part in self.rewards if part.model)]
+        return [self.reference, *models_of(self.rewards)]
 
     def context_tokens(self) -> int:
         """Longest sequence that all of them can read."""
-        scorers = [self.critic, *(part.model for part in self.rewards)]
+        scorers = [self.critic, *models_of(self.rewards)]
         scorers = [scorer for scorer in scorers if isinstance(scorer, Scorer)]
         return min(module.context_tokens for module in (self.policy, *scorers))
 
@@ -154,7 +155,7 @@ def run(
 ) -> dict[str, float | None]:
     """Trains, writes policy, critic, metrics and samples, and returns the last metrics."""
     config.check()
-    device = pick_device()
+    device = pick_device(config.offload_frozen)
     models = load(config, device)
     longest = config.longest_prompt(models.context_tokens())
     files = config.prompt_files()
@@ -162,9 +163,8 @@ def run(
     prompts = list(itertools.chain.from_iterable(read))
     evaluation = Evaluation(config, models.tokenizer, device, longest)
     check_frozen([models.policy, models.critic], models.frozen())
+    away = models.frozen() if config.offload_frozen else []
 
-    if config.compile:
-        compile_blocks(models.policy, models.critic, *models.frozen())
     models.policy = distributed.wrap(models.policy, config.parallel)
     models.critic = distributed.wrap(models.critic, config.parallel)
     trained = [
@@ -215,7 +215,8 @@ def run(
                     rows=distributed.share(len(batch)),
                 )
             sides = (models.policy, models.critic)
-            with metrics.timed("time/experience"), distributed.whole(*sides):
+            held = distributed.whole(*sides)
+            with metrics.timed("time/experience"), held, lent(device, *away):
                 scores, parts = score(  # (S,)
                     models.rewards, rollouts, config.missing_eos_penalty, scaling
                 )
@@ -258,7 +259,7 @@ def run(
         row = log.last()
 
     sides = (models.reference, models.policy)
-    with distributed.whole(models.policy):
+    with distributed.whole(models.policy), lent(device, *away):
         written = [
             respond(side, models.reference, models.rewards, models.tokenizer, prompts[:8], config)
             for side in sides
@@ -275,25 +276,28 @@ def run(
 def load(config: PPOConfig, device: torch.device) -> Models:
     """The four models as they stand before the first update."""
     tokenizer = load_tokenizer(config.model)
+    at_rest = torch.device("cpu") if config.offload_frozen else device
     policy = load_policy(config.model).to(device)
     if config.lora_rank:
         adapter = (config.lora_rank, config.lora_alpha, config.seed)
         reference = add_adapter(policy, config.model, *adapter)
     else:
-        reference = load_policy(config.model).requires_grad_(False).to(device)
+        reference = load_policy(config.model).requires_grad_(False).to(at_rest)
     if config.critic_kind == "head":
         critic = ValueHead(policy.lm.config.hidden_size)
     else:
         critic = load_scorer(config.critic) if config.critic else new_scorer(config.model)
         critic.model.config.update({"reward_head_trained": False})  # it foresees, it gives none
-    return Models(
+    models = Models(
         tokenizer,
         policy,
         critic.to(device),
         reference,
-        load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch),
+        load_rewards(config.rewards, tokenizer, at_rest, config.max_tokens_per_micro_batch),
         shared=config.critic_kind == "head",
     )
+    equip(config, [policy, critic], models.frozen())
+    return models
 
 
 def inputs(config: PPOConfig) -> dict[str, Path]:

@@ -75,7 +75,10 @@ def generate(
     chance = torch.rand(shape, dtype=torch.float64, device=generator.device, generator=generator)
     if rows is not None:
         prompts, chance = [prompts[row] for row in rows], chance[:, rows]
-    tokens, logprobs, counts = _sample(policy, prompts, stop, temperature, chance)
+    inference = torch.inference_mode(policy.precision == "float32")
+    # around all steps, so that each weight is cast once: inference mode would cast it in each
+    with inference, torch.no_grad(), policy.autocast():
+        tokens, logprobs, counts = _sample(policy, prompts, stop, temperature, chance)
     chosen = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
     rows = [prompt.ids + response for prompt, response in zip(prompts, chosen, strict=True)]
     ids, cu_seqlens = packed(rows, generator.device)
@@ -90,7 +93,6 @@ def generate(
     return Rollouts(list(prompts), ids, cu_seqlens, mask, placed, terminated)
 
 
-@torch.inference_mode()
 def _sample(
     policy: Policy,
     prompts: Sequence[Prompt],

@@ -20,9 +20,16 @@ from .config import PPOConfig, UserError, require
 from .data import Encoder, Prompt, read_rows, said, stop_ids, sums
 from .lora import load_trained
 from .metrics import console
-from .models import Policy, forward_all, load_policy, load_tokenizer, pick_device
+from .models import (
+    Policy,
+    forward_all,
+    load_policy,
+    load_tokenizer,
+    pick_device,
+    set_precision,
+)
 from .rollout import generate
-from .scoring import RewardPart, load_rewards, score
+from .scoring import RewardPart, load_rewards, models_of, score
 
 
 @dataclass
@@ -103,6 +110,7 @@ def run(run_dir: str, prompt: str) -> None:
     policy = load_trained(f"{run_dir}/policy").to(device)
     reference = load_policy(config.model).to(device)
     rewards = load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch)
+    set_precision(config.precision, policy, reference, *models_of(rewards))
     value = said("user", prompt) if asks_in_messages(config) else prompt
     asked = [Prompt(Encoder(tokenizer, [{"prompt": value}], "prompt").start(value), value)]
     room, tokens = config.longest_prompt(policy.context_tokens), len(asked[0].ids)

@@ -35,6 +35,11 @@ class RewardPart:
     model: Scorer | None = None
 
 
+def models_of(parts: Sequence[RewardPart]) -> list[Scorer]:
+    """The models among them."""
+    return [part.model for part in parts if part.model]
+
+
 class Scaling:
     """Scales scores by the moments of all scores of the run so far, theirs included; then clips."""
 

@@ -13,11 +13,11 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from ppokern import Loss
-from trainer import ppo, reward, sft
+from trainer import models, ppo, reward, sft
 from trainer.config import PPOConfig, RewardConfig, SFTConfig
 from trainer.data import packed
-from trainer.distributed import blocks
-from trainer.models import Policy, compile_blocks, scratch_config
+from trainer.distributed import blocks_of
+from trainer.models import Policy, compile_blocks, recompute_blocks, scratch_config
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +40,14 @@ WARNINGS = ("ignore::DeprecationWarning:torch", "ignore:The .grad attribute")  #
 
 
 @pytest.mark.filterwarnings(*WARNINGS)
-def test_a_compiled_trunk_gives_the_same_loss_and_gradients() -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpointed"])
+def test_a_compiled_trunk_gives_the_same_loss_and_gradients(again: bool) -> None:
     torch.manual_seed(0)
     config = scratch_config(replace(TINY, family="llama"))
     policy = Policy(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
     batches = [[[1, 2, 3], [4, 5, 6, 7]], [[9] * 9, [8], [1, 2, 3, 4, 5]], [[3, 2, 1, 5, 6]]]
 
-    def run() -> list[Any]:
+    def run(batches: list[list[list[int]]]) -> list[Any]:
         found = []
         for rows in batches:
             policy.zero_grad()
@@ -55,11 +56,13 @@ def test_a_compiled_trunk_gives_the_same_loss_and_gradients() -> None:
             found.append((loss.detach(), [p.grad for p in policy.parameters()]))
         return found
 
-    eager = run()
+    eager = run(batches)
     compile_blocks(policy)
-    policy_loss(policy, batches[0])
+    if again:
+        recompute_blocks(policy)
+    run(batches[:1])
     with torch.compiler.set_stance("fail_on_recompile"):  # one graph for all lengths and blocks
-        torch.testing.assert_close(run(), eager, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(run(batches), eager, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.filterwarnings(*WARNINGS)
@@ -81,8 +84,7 @@ def test_other_stages_compile_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled: list[nn.Module] = []
-    for stage in (sft, reward):
-        monkeypatch.setattr(stage, "compile_blocks", compiled.append)
+    monkeypatch.setattr(models, "compile_blocks", compiled.append)
     sft.run(replace(sft_config, run_dir=str(tmp_path / "sft"), compile=True, steps=1))
     files = {"train": "train_pairs.jsonl", "heldout": "heldout_pairs.jsonl"}
     files = {name: str(text / file) for name, file in files.items()}
@@ -90,4 +92,4 @@ def test_other_stages_compile_too(
     reward.run(
         RewardConfig(run_dir=run_dir, model=model, compile=True, steps=1, max_tokens=32, **files)
     )
-    assert [len(blocks(module)) for module in compiled] == [TINY.layers] * 2
+    assert [len(blocks_of(module)) for module in compiled] == [TINY.layers] * 2

@@ -48,6 +48,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (GOOD_PPO, {"lora_rank": 0}, "lora_rank must be positive"),
     (GOOD_PPO, {"lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha must be positive"),
     (GOOD_PPO, {"lora_alpha": 8.0}, "lora_alpha has no effect without a lora_rank"),
+    (GOOD_PPO, {"lora_rank": 2, "offload_frozen": True}, "offload_frozen does not go with lora"),
     (GOOD_PPO, {"train": {}}, "train is missing"),
     (GOOD_PPO, {"train": {"a": 1.0, "b": 0.0}}, "weight of each file must be positive"),
     (GOOD_PPO, {"judge": "g.py:g"}, "judge has no effect without heldout"),
@@ -125,6 +126,7 @@ COMMON: dict[str, Change] = {
     "seed": ({}, {"seed": 1}),
     "max_tokens_per_micro_batch": ({}, {"max_tokens_per_micro_batch": 20}),
     "max_grad_norm": ({}, {"max_grad_norm": 1e-3}),
+    "precision": ({}, {"precision": "bfloat16"}),
     "tensorboard": ({}, {"tensorboard": True}),
     "keep_last_checkpoints": (
         {"save_every_steps": 1, "save_every_updates": 1},
@@ -211,7 +213,8 @@ PPO: dict[str, Change] = COMMON | {
     "save_every_updates": ({}, {"save_every_updates": 1}),
 }
 PATHS = {"run_dir", "model", "train", "heldout", "rewards"}  # no run without them
-ELSEWHERE = {"parallel"}  # for several processes: test_distributed.py
+# for several processes: test_distributed.py; what takes less memory for the same: test_memory.py
+ELSEWHERE = {"parallel", "gradient_checkpointing", "offload_frozen"}
 
 
 def outcome(run: Any, config: Stage, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -94,6 +94,7 @@ def configs(text: Path, untrained: str, tmp_path_factory: pytest.TempPathFactory
         "ppo_choices": replace(
             ppo_config,
             critic_kind="head",
+            gradient_checkpointing=True,
             critic_warmup_updates=1,
             reward_scaling="mean_std",
             aggregate="sequence_mean",

@@ -3,15 +3,19 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tiny import KIND, UNKIND, sentences
 from transformers import AutoConfig
 
-from trainer.config import PPOConfig, Scratch, SFTConfig
+from trainer.config import PPOConfig, Scratch, SFTConfig, UserError
 from trainer.data import write_rows
-from trainer.plan import memory
+from trainer.models import parameter_count, scratch_config
+from trainer.plan import memory, plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,9 +38,34 @@ def peak(command: str, options: dict[str, object]) -> int:
     return int(done.stdout)
 
 
+def test_frozen_models_that_are_offloaded_take_no_room_beside_activations() -> None:
+    model = scratch_config(Scratch(layers=2))
+    config = PPOConfig(rewards={"a": 1.0, "b": 1.0, "mine.py:f": 1.0})
+    away = replace(config, offload_frozen=True)
+    saved = memory(config, model, 9) - memory(away, model, 9)
+    assert saved == 3 * 4 * parameter_count(model)
+    short = {"max_tokens_per_micro_batch": 1, "episodes_per_update": 2}
+    few, none = (memory(replace(x, **short), model, 9) for x in (config, away))
+    assert 0 < few - none < saved  # while they score, they are there
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="offload_frozen needs a GPU"):
+            plan(away, model, 9)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_the_memory_that_a_dry_run_expects(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "habits"),
+    [
+        ("gpt2", {}),
+        ("llama", {}),
+        ("llama", {"gradient_checkpointing": True}),  # a GPT-2's is not known as well: see plan.py
+        ("llama", {"precision": "bfloat16"}),
+    ],
+    ids=["gpt2", "llama", "llama-checkpointing", "llama-bfloat16"],
+)
+def test_the_memory_that_a_dry_run_expects(
+    family: str, habits: dict[str, Any], tmp_path: Path
+) -> None:
     """A model against one of nearly no size, so that the program itself drops out."""
     lines = zip(*[iter(sentences(KIND + UNKIND, 1200))] * 6, strict=True)
     texts = [{"text": " and ".join(line)} for line in lines]
@@ -44,7 +73,10 @@ def test_the_memory_that_a_dry_run_expects(family: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def f(prompts, completions):\n    return [0.5] * len(prompts)\n"
     )
-    common = {"train": tmp_path / "text.jsonl", "max_tokens_per_micro_batch": 2048}
+    common: dict[str, Any] = habits | {
+        "train": tmp_path / "text.jsonl",
+        "max_tokens_per_micro_batch": 2048,
+    }
     found: list[list[int]] = []
     for width, layers in ((256, 6), (16, 1)):
         run = tmp_path / str(width)
