@@ -73,7 +73,7 @@ class Stage:
     model: str = ""
     """Folder of the transformers model to start from (local, safetensors)."""
     train: str = ""
-    """JSONL file to train on."""
+    """Rows to train on: a JSONL or Parquet file, or `hub:NAME:SPLIT`, a data set of the hub."""
     seed: int = 0
     """Of initial weights, data order and sampling."""
     max_tokens_per_micro_batch: int = 2048
@@ -90,7 +90,7 @@ class Stage:
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         require(bool(self.run_dir), "run_dir is missing: the folder that the stage is to write to")
-        require(bool(self.train), "train is missing: the JSONL file to train on")
+        require(bool(self.train), "train is missing: the rows to train on")
         _positive(self, "max_tokens_per_micro_batch", "max_grad_norm", "keep_last_checkpoints")
 
 
@@ -99,7 +99,7 @@ class Supervised(Stage):
     """What the supervised stages have in common: AdamW, a warm-up, a cosine to a twentieth."""
 
     heldout: str = ""
-    """JSONL file to measure on."""
+    """Rows to measure on, named as those to train on."""
     max_tokens: int = 64
     """Longer sequences are left out and counted."""
     steps: int = 1000
@@ -116,7 +116,7 @@ class Supervised(Stage):
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
-        require(bool(self.heldout), "heldout is missing: the JSONL file to measure on")
+        require(bool(self.heldout), "heldout is missing: the rows to measure on")
         require(self.max_tokens >= 2, "max_tokens must be at least 2")
         _positive(self, "steps", "learning_rate", "save_every_steps")
         _not_negative(self, "warmup_steps", "weight_decay")
@@ -172,7 +172,7 @@ class PPOConfig(Stage):
     """PPO with four models: policy, critic, frozen reference, frozen reward model or functions."""
 
     train: dict[str, float] | str = ""
-    """JSONL file of prompts, or several, each with its share of an update's prompts as a weight."""
+    """Rows of prompts, or several sources, each with its share of an update's prompts as weight."""
     prompt_tokens: int | None = None
     """The prompt is the first so many tokens of a row's `{"text"}`; null: its `{"prompt"}`."""
     rewards: dict[str, float] = field(default_factory=dict)
@@ -263,7 +263,7 @@ class PPOConfig(Stage):
     """Responses in which an adaptive coefficient changes by a fifth at most."""
 
     heldout: str = ""
-    """JSONL file of prompts that nothing is learned from, to evaluate on; else none is done."""
+    """Rows of prompts that nothing is learned from, to evaluate on; empty: none is done."""
     evaluation_prompts: int = 64
     """So many of them, from the top."""
     evaluate_every_updates: int = 10
@@ -434,7 +434,7 @@ class DemoConfig:
     run_dir: str = "runs/demo"
     """Folder to write to; a demo that is there is kept as FOLDER.previous."""
     text: str = ""
-    """Own text: JSONL with `{"text"}`, or a file with one text a line. Needs `reward`."""
+    """Own text: rows with `{"text"}`, or a file with one text a line. Needs `reward`."""
     reward: str = ""
     """Own reward function instead of a reward model: `FILE.py:name` or `module:name`."""
     seed: int = 0

@@ -293,7 +293,7 @@ def load(config: PPOConfig, device: torch.device) -> Models:
     )
 
 
-def inputs(config: PPOConfig) -> dict[str, Path]:
+def inputs(config: PPOConfig) -> dict[str, Path | str]:
     """What a run reads and does not change."""
     functions = {f"reward {source}": source for source in config.rewards}
     functions |= {"judge": config.judge} if config.judge else {}
@@ -301,9 +301,9 @@ def inputs(config: PPOConfig) -> dict[str, Path]:
         name: source_file(source) if ":" in source else Path(source)
         for name, source in functions.items()
     }
-    heldout = {"held-out data": Path(config.heldout)} if config.heldout else {}
+    heldout = {"held-out data": config.heldout} if config.heldout else {}
     critic = {"critic": Path(config.critic)} if config.critic else {}
-    data = {f"data in {file}": Path(file) for file in config.prompt_files()}
+    data = {f"data in {file}": file for file in config.prompt_files()}
     return {"reference": Path(config.model), **data, **heldout, **rewards, **critic}
 
 
