@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from ppokern import kl_estimate, ppo_value_loss
 
 from . import distributed
-from .check import check_frozen, check_paths, check_start, check_sums
+from .check import check_answers, check_frozen, check_paths, check_start, check_sums
 from .checkpoint import Checkpoints, save_model, write_json
 from .config import CheckFailed, PPOConfig
 from .data import micro_batches, mixed, read_prompts, stop_ids, sums
@@ -50,7 +50,7 @@ from .models import (
     pick_device,
 )
 from .optimise import Trained, adamw, clipped_step
-from .rollout import Rollouts, generate
+from .rollout import Engine, Rollouts, generate
 from .sample import respond, side_by_side
 from .scoring import RewardPart, Scaling, load_rewards, score, source_file
 
@@ -149,9 +149,15 @@ class PenaltyController:
 
 
 def run(
-    config: PPOConfig, overwrite: bool = False, resume: bool = False
+    config: PPOConfig,
+    overwrite: bool = False,
+    resume: bool = False,
+    engine: Engine | None = None,
 ) -> dict[str, float | None]:
-    """Trains, writes policy, critic, metrics and samples, and returns the last metrics."""
+    """Trains, writes policy, critic, metrics and samples, and returns the last metrics.
+
+    `engine` samples what is learned from, in place of `generate`; evaluation does not ask it.
+    """
     config.check()
     device = pick_device()
     models = load(config, device)
@@ -201,16 +207,19 @@ def run(
 
             asked = itertools.islice(order, config.episodes_per_update // config.samples_per_prompt)
             batch = [prompts[i] for i in asked for _ in range(config.samples_per_prompt)]
+            rows, version = distributed.share(len(batch)), steps_taken(trained[0][1])
             with metrics.timed("time/rollout"), distributed.whole(models.policy):
-                rollouts = generate(
+                rollouts = (engine or generate)(
                     models.policy,
                     batch,
                     stop,
                     max_new_tokens=config.max_new_tokens,
                     temperature=config.temperature,
                     generator=chance,
-                    rows=distributed.share(len(batch)),
+                    version=version,
+                    rows=rows,
                 )
+            check_answers(rollouts, [batch[row] for row in rows], version)
             sides = (models.policy, models.critic)
             with metrics.timed("time/experience"), distributed.whole(*sides):
                 scores, parts = score(  # (S,)
