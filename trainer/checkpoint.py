@@ -46,7 +46,8 @@ Config = SFTConfig | RewardConfig | PPOConfig
 
 # Options that change no number of a run, so that a run may go on with others.
 FREE = (
-    "run_dir tensorboard parallel keep_last_checkpoints save_every_steps save_every_updates".split()
+    "run_dir tensorboard tracker parallel "
+    "keep_last_checkpoints save_every_steps save_every_updates".split()
 )
 
 # What a stage writes besides config.yaml.
@@ -322,6 +323,13 @@ def read_config(run_dir: str) -> Config:
                 options["scratch"] = Scratch(**options["scratch"])
             return stage(**options)
     raise UserError(f"{path} does not have the options of any stage")
+
+
+def result_of(run_dir: str, name: str) -> Path:
+    """The folder of the model that a run has written at its end; an error before."""
+    folder = Path(run_dir) / name
+    require(folder.is_dir(), f"{run_dir} is not finished: go on with `resume {run_dir}`")
+    return folder
 
 
 @contextmanager

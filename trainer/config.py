@@ -7,7 +7,12 @@ overrides; an unknown key is an error there, a value out of range is a `UserErro
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from math import isfinite
 from typing import Literal
+
+WHOLE = "the log-probs that PPO compares are of the whole softmax, and so must be what is sampled"
+REFUSED = {"top_p": WHOLE, "top_k": WHOLE}  # options that others have, and why there are none here
 
 
 class UserError(Exception):
@@ -82,6 +87,8 @@ class Stage:
     """Gradients are scaled down to this norm; the norm before is logged."""
     tensorboard: bool = False
     """Write TensorBoard files beside metrics.jsonl."""
+    tracker: Literal["wandb", "trackio"] | None = None
+    """Send metrics to one of these as well; null: to none. Needs the extra of its name."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun, each process holds the trained models whole (DDP) or in part (FSDP2)."""
     keep_last_checkpoints: int = 2
@@ -92,6 +99,10 @@ class Stage:
         require(bool(self.run_dir), "run_dir is missing: the folder that the stage is to write to")
         require(bool(self.train), "train is missing: the rows to train on")
         _positive(self, "max_tokens_per_micro_batch", "max_grad_norm", "keep_last_checkpoints")
+        require(
+            self.tracker is None or find_spec(self.tracker) is not None,
+            f"tracker needs {self.tracker}: pip install 'ppokern[{self.tracker}]'",
+        )
 
 
 @dataclass
@@ -292,6 +303,10 @@ class PPOConfig(Stage):
             "train: the weight of each file must be positive",
         )
         require(bool(self.rewards), "rewards is empty: name a reward model's folder or a function")
+        require(
+            all(isfinite(weight) for weight in self.rewards.values()),
+            "rewards: the weight of each part must be a number, and finite",
+        )
         _positive(self, "updates", "episodes_per_update", "samples_per_prompt", "max_new_tokens")
         _positive(self, "ppo_epochs", "minibatches", "check_every", "sample_every")
         _positive(self, "save_every_updates")

@@ -198,7 +198,8 @@ def run(
     checkpoints = Checkpoints(config, inputs(config), parts)
     done = checkpoints.begin(overwrite, resume)
     run_dir = checkpoints.run_dir
-    with closing(RunLog(run_dir, "ppo", config.updates, config.tensorboard, done)) as log:
+    log = RunLog(run_dir, "ppo", config.updates, config.tensorboard, done, config.tracker)
+    with closing(log):
         for update in range(done + 1, config.updates + 1):
             metrics = Metrics()
             kl_coef = controller.coef
@@ -223,7 +224,11 @@ def run(
             sides = (models.policy, models.critic)
             with metrics.timed("time/experience"), distributed.whole(*sides):
                 scores, parts = score(  # (S,)
-                    models.rewards, rollouts, config.missing_eos_penalty, scaling
+                    models.rewards,
+                    rollouts,
+                    config.missing_eos_penalty,
+                    scaling,
+                    config.truncation == "drop",
                 )
                 experience = make_experience(
                     rollouts, scores, models.reference, models.values, config, kl_in_reward

@@ -52,7 +52,8 @@ def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> 
     checkpoints = Checkpoints(config, inputs, parts)
     done = checkpoints.begin(overwrite, resume)
     run_dir = checkpoints.run_dir
-    with closing(RunLog(run_dir, "reward", config.steps, config.tensorboard, done)) as log:
+    log = RunLog(run_dir, "reward", config.steps, config.tensorboard, done, config.tracker)
+    with closing(log):
         for step, rows in zip(range(done + 1, config.steps + 1), batches, strict=False):
             schedule(optimizer, config, step)
             metrics = Metrics()

@@ -56,7 +56,8 @@ def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dic
     checkpoints = Checkpoints(config, inputs, parts)
     done = checkpoints.begin(overwrite, resume)
     run_dir = checkpoints.run_dir
-    with closing(RunLog(run_dir, "sft", config.steps, config.tensorboard, done)) as log:
+    log = RunLog(run_dir, "sft", config.steps, config.tensorboard, done, config.tracker)
+    with closing(log):
         for step, rows in zip(range(done + 1, config.steps + 1), batches, strict=False):
             schedule(optimizer, config, step)
             metrics = Metrics()
