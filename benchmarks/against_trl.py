@@ -5,7 +5,9 @@
 One configuration, one thread, the same models, prompts and arithmetic (episodes, epochs, steps,
 rows of a micro-batch). *fixed*: an untrained policy, whose responses all run to the limit;
 *varied*: one that was taught to end, so that padding matters. TRL runs in an environment of its own
-(`trl_peer.py`); both sides are timed by wrapping the functions that their loops call.
+(`trl_peer.py`); both sides are timed by wrapping the functions that their loops call. *compiled* is
+ours with the option `compile`; the passes that wait for the compiler are in the first update, which
+no side counts.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ CASE = {
     "learning_rate": 1e-5,
     "kl_coef": 0.05,
 }
+SIDES = {"theirs": "TRL", "ours": "ours", "compiled": "compiled"}
 SFT_STEPS = 250  # until the policy ends its responses
 
 
@@ -113,8 +116,8 @@ def cut(
     }
 
 
-def ours(folder: Path) -> None:
-    """Runs our PPO and writes ours.json."""
+def ours(folder: Path, side: str) -> None:
+    """Runs our PPO, as it is or compiled, and writes ours.json or compiled.json."""
     torch.set_num_threads(1)
     case = json.loads((folder / "case.json").read_text())
     phases, lengths, loaded = Phases(), [], 0.0
@@ -165,6 +168,7 @@ def ours(folder: Path) -> None:
         learning_rate=case["learning_rate"],
         critic_learning_rate=case["learning_rate"],
         kl_coef=case["kl_coef"],
+        compile=side == "compiled",
     )
     ppo.run(config, overwrite=True)
     result = {
@@ -172,14 +176,16 @@ def ours(folder: Path) -> None:
         "memory_mib": resident("VmHWM") - loaded,
         "mean_length": sum(lengths) / len(lengths),
     }
-    (folder / "ours.json").write_text(json.dumps(result, indent=2))
+    (folder / f"{side}.json").write_text(json.dumps(result, indent=2))
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Runs both sides on a case, each in a process of its own."""
+    """Runs all sides on a case, each in a process of its own."""
+    mine = [sys.executable, "-m", "benchmarks.against_trl", str(folder)]
     sides = {
         "theirs": [".venv-trl/bin/python", "benchmarks/trl_peer.py", str(folder)],
-        "ours": [sys.executable, "-m", "benchmarks.against_trl", str(folder)],
+        "ours": [*mine, "ours"],
+        "compiled": [*mine, "compiled"],
     }
     for side, command in sides.items():
         with (folder / f"{side}.log").open("w") as log:
@@ -191,8 +197,9 @@ def compare() -> None:
     """Measures both cases; writes runs/bench/trl.json and prints the table."""
     results = {name: measure(folder) for name, folder in prepare().items()}
     ratios = {
-        f"cpu_ratio_{name}": case["ours"]["cpu_seconds"]["total"]
+        f"cpu_ratio_{name}{suffix}": case[side]["cpu_seconds"]["total"]
         / case["theirs"]["cpu_seconds"]["total"]
+        for side, suffix in {"ours": "", "compiled": "_compiled"}.items()
         for name, case in results.items()
     }
     ratios["memory_ratio"] = max(
@@ -201,14 +208,10 @@ def compare() -> None:
     RUNS.with_suffix(".json").write_text(json.dumps(ratios | results, indent=2) + "\n")
     table = Table(
         "CPU seconds an update",
-        *(f"{name}, {side}" for name in results for side in ("TRL", "ours")),
+        *(f"{name}, {side}" for name in results for side in SIDES.values()),
     )
     for phase in ("rollout", "experience", "learn", "other", "total"):
-        seconds = [
-            case[side]["cpu_seconds"][phase]
-            for case in results.values()
-            for side in ("theirs", "ours")
-        ]
+        seconds = [case[side]["cpu_seconds"][phase] for case in results.values() for side in SIDES]
         table.add_row(phase, *(f"{x:.2f}" for x in seconds))
     for name, key in {
         "MiB above the models": "memory_mib",
@@ -216,11 +219,11 @@ def compare() -> None:
     }.items():
         table.add_row(
             name,
-            *(f"{case[side][key]:.0f}" for case in results.values() for side in ("theirs", "ours")),
+            *(f"{case[side][key]:.0f}" for case in results.values() for side in SIDES),
         )
     console.print(table)
     console.print({name: round(ratio, 3) for name, ratio in ratios.items()})
 
 
 if __name__ == "__main__":
-    ours(Path(sys.argv[1])) if sys.argv[1:] else compare()
+    ours(Path(sys.argv[1]), sys.argv[2]) if sys.argv[1:] else compare()

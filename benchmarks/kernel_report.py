@@ -21,7 +21,6 @@ from unittest.mock import patch
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime import jit
@@ -175,14 +174,11 @@ def logprob_calls(n: int = 3, v: int = 8192, temperature: float = 0.7) -> dict[s
         softcap = 30.0 if everything else None
         mask = torch.ones(n, dtype=torch.bool) if what in ("all", "masked") else None
         at = torch.ones(n) if everything else temperature
-        *_, found = logprob.forward(
-            logits, ids, mask, at, softcap, width, everything, torch.float32
-        )
+        x = logprob.Rows(logits, ids, mask, at, softcap, width)
+        *_, found = logprob.forward(x, everything, torch.float32)
         in_entropy = torch.ones(n) if everything else None
-        logprob.backward(
-            torch.ones(ids.shape), in_entropy, logits, ids, mask, at, softcap, width, found,
-            logits, compact=everything,
-        )  # fmt: skip
+        in_logprobs = torch.ones(ids.shape)
+        logprob.backward(in_logprobs, in_entropy, x, found, logits, compact=everything)
 
     wanted = [(dtype, v, "all") for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     for dtype in (torch.float32, torch.bfloat16):
@@ -238,17 +234,12 @@ def gae_calls(b: int = 3, t: int = 200, gamma: float = 0.99) -> dict[str, Callab
     def call(shape: tuple[int, ...], time_dim: int, what: str, packed: bool = False) -> None:
         everything, dtype = what != "", torch.bfloat16 if "bfloat16" in what else torch.float32
         flag, extra = torch.ones(shape, dtype=torch.bool), torch.ones(shape, dtype=dtype)
-        given: dict[str, Tensor | None] = dict.fromkeys(
-            ("mask", "bootstrap", "continues", "next_values", "last_values", "cu_seqlens")
-        )
+        x = gae.Inputs(extra, extra)
         if everything:
-            given |= {"mask": flag, "bootstrap": flag, "continues": flag, "next_values": extra}
+            x = gae.Inputs(extra, extra, flag, flag, flag, extra)
         if packed:
-            given |= {"cu_seqlens": torch.tensor([0, 5, shape[0]])}
-        gae.gae(
-            extra, extra, **given, gamma=gamma, lam=0.95 * gamma, decay="decay" in what,
-            time_dim=time_dim, check=False,
-        )  # fmt: skip
+            x = x._replace(cu_seqlens=torch.tensor([0, 5, shape[0]]))
+        gae.gae(x, gae.Options(gamma, 0.95 * gamma, "decay" in what, time_dim), check=False)
 
     calls: dict[str, Callable] = {}
     for what in ("", "all", "all, decay, bfloat16"):

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -47,6 +48,10 @@ def _load(name: str) -> ModuleType | None:
 # in tests, a folder with the CUDA kernels as g++ compiles them, which run on CPU tensors
 _CUDA_ON_CPU = os.environ.get("PPOKERN_CUDA_ON_CPU", "")
 if _CUDA_ON_CPU:
+    if PathFinder.find_spec("ppokern._cuda", [_CUDA_ON_CPU]) is None:
+        raise ValueError(
+            f"PPOKERN_CUDA_ON_CPU: expected a folder with the module _cuda, got {_CUDA_ON_CPU!r}"
+        )
     sys.modules["ppokern"].__path__.insert(0, _CUDA_ON_CPU)
 native = _load("_native")  # the C++ kernels, None where they were not built
 cuda = _load("_cuda")  # the CUDA kernels, None where they were not built

@@ -70,6 +70,9 @@ def tensor(name: str, x: object, dtypes: Sequence[torch.dtype] = FLOATS) -> Tens
         fail(name, "a tensor", type(x).__name__, TypeError)
     if type(x).__name__ == "DTensor":
         fail(name, "a plain tensor (gather it first: full_tensor())", "a DTensor", TypeError)
+    # of `conj().imag`: what lies in memory is not what it is. A compiled graph makes no such view
+    if not torch.compiler.is_compiling() and x.is_neg():
+        fail(name, "a plain tensor (resolve_neg() makes one)", "a negated view", TypeError)
     if x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         fail(name, f"dtype {names}", str(x.dtype).removeprefix("torch."), TypeError)
@@ -82,9 +85,10 @@ def like(
     shape: Sequence[int],
     device: torch.device,
     dtypes: Sequence[torch.dtype] = FLOATS,
+    optional: bool = False,
 ) -> None:
-    """Check an argument's type, dtype, shape and device; None passes."""
-    if x is None:
+    """Check an argument's type, dtype, shape and device; None passes where it is `optional`."""
+    if x is None and optional:
         return
     x = tensor(name, x, dtypes)
     if x.shape != tuple(shape):
@@ -95,7 +99,7 @@ def like(
 
 def mask_like(name: str, x: object, shape: Sequence[int], device: torch.device) -> None:
     """Check a bool tensor; None passes."""
-    like(name, x, shape, device, (torch.bool,))
+    like(name, x, shape, device, (torch.bool,), optional=True)
 
 
 def number(name: str, x: object, low: float = -math.inf, high: float = math.inf) -> float:
@@ -115,13 +119,20 @@ def positive(name: str, x: object) -> float:
     return x
 
 
+def integer(name: str, x: object) -> int:
+    """Check that `x` is an integer and return it."""
+    if isinstance(x, bool) or not isinstance(x, int):
+        fail(name, "an integer", type(x).__name__, TypeError)
+    return x
+
+
 def choice(name: str, x: object, options: Sequence[str]) -> None:
     """Check that `x` is one of `options`."""
     if x not in options:
         fail(name, f"one of {tuple(options)}", repr(x))
 
 
-def cu_seqlens(x: Tensor, shape: Sequence[int] | None, device: torch.device) -> None:
+def cu_seqlens(x: Tensor, shape: Sequence[int] | None, device: torch.device | None = None) -> None:
     """Check the boundaries of packed sequences against the packed shape ``(total, …)``.
 
     The values are looked at on the CPU, on CUDA under validation.
@@ -129,7 +140,7 @@ def cu_seqlens(x: Tensor, shape: Sequence[int] | None, device: torch.device) -> 
     tensor("cu_seqlens", x, (torch.int32, torch.int64))
     if x.dim() != 1 or x.shape[0] == 0:
         fail("cu_seqlens", "shape (S + 1,)", tuple(x.shape))
-    if x.device != device:
+    if device is not None and x.device != device:
         fail("cu_seqlens", f"a tensor on {device}", f"one on {x.device}")
     if shape is not None and len(shape) != 1:
         fail("cu_seqlens", "packed tensors of shape (total,) with it", tuple(shape))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 class _SecondDerivative(torch.autograd.Function):
@@ -100,10 +101,11 @@ def register(
     )
 
     def eager(*inputs: Any) -> Any:
-        if torch.is_grad_enabled():
+        forward_mode = forward_ad._current_level >= 0  # its derivative is an error, not left out
+        if forward_mode or torch.is_grad_enabled():
             first = inputs[:learned]
             for x in first:
-                if isinstance(x, Tensor) and x.requires_grad:
+                if isinstance(x, Tensor) and (forward_mode or x.requires_grad):
                     return function.apply(*first, inputs[learned:])
         return forward(*inputs)
 

@@ -34,6 +34,14 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_folder_without_cuda_kernels(tmp_path: Path) -> None:
+    """Not those of a GPU in silence, where they were built too."""
+    done = python("import ppokern", PPOKERN_CUDA_ON_CPU=str(tmp_path))
+    assert f"PPOKERN_CUDA_ON_CPU: expected a folder with the module _cuda, got '{tmp_path}'" in (
+        done.stderr
+    )
+
+
 def test_names() -> None:
     names = available_backends()
     assert isinstance(names, tuple) and "torch" in names

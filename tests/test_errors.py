@@ -8,6 +8,7 @@ from typing import Any
 import calls
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import ppokern
 
@@ -221,6 +222,37 @@ def test_type_error(name: str, argument: str, value: Any, got: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(argument)) as caught:
         wrong(name, **{argument: value})
     assert re.search(got, str(caught.value)), f"{got!r} is not in {caught.value}"
+
+
+@pytest.mark.parametrize("name", [*EVERY, *PACKING])
+def test_none_where_a_tensor_is_required(name: str) -> None:
+    call = {**EVERY, **PACKING}[name]
+    parameters = inspect.signature(call.fn).parameters
+    for argument, x in call.args.items():
+        if isinstance(x, torch.Tensor) and parameters[argument].default is inspect.Parameter.empty:
+            with pytest.raises((TypeError, ValueError), match=f"^{argument}: .*None"):
+                wrong(name, **{argument: None})
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_negated_view(name: str) -> None:
+    """Its memory holds other values than it has."""
+    for argument, x in EVERY[name].args.items():
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            with pytest.raises(TypeError, match=f"^{argument}: .*resolve_neg"):
+                wrong(name, **{argument: torch.complex(x, -x).conj().imag})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in dual_level
+@pytest.mark.parametrize("name", [name for name, call in EVERY.items() if call.flows])
+def test_forward_mode_leaves_no_derivative_out(name: str) -> None:
+    with forward_ad.dual_level():
+        for argument in EVERY[name].flows:
+            x = EVERY[name].args[argument]
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            with pytest.raises(NotImplementedError, match="forward mode"):
+                wrong(name, **{argument: dual})
+        wrong(name)  # without a tangent it works there as elsewhere
 
 
 # Arguments that exclude or need each other --------------------------------------------------------

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ppokern import available_backends
 from ppokern.gae import kernel_native
+from ppokern.gae.reference import Inputs, Options
 
 pytestmark = pytest.mark.skipif("cpu" not in available_backends(), reason="no C++ kernels built")
 KERNELS = {"cpu": kernel_native.gae}
@@ -146,9 +147,9 @@ def make(
 
 
 def run(call: Call) -> tuple[Tensor, bool]:
-    rewards, values = call["rewards"], call["values"]
-    rest = {name: x for name, x in call.items() if name not in ("rewards", "values")}
-    advantages, returns, finite = gae(rewards, values, **rest)
+    x = Inputs(**{name: call[name] for name in Inputs._fields})
+    o = Options(**{name: call[name] for name in Options._fields})
+    advantages, returns, finite = gae(x, o, call["check"])
     assert advantages.dtype == returns.dtype == torch.float32
     return torch.stack([advantages, returns]), finite
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ppokern
 from ppokern.logprob import kernel_native, reference
+from ppokern.logprob.reference import Rows
 
 pytestmark = pytest.mark.skipif(
     "cuda" not in ppokern.available_backends(), reason="needs a GPU, or make cuda-on-cpu"
@@ -38,12 +39,12 @@ def passes(logits: Tensor, kernel: Any, softcap: float | None, out: Tensor | Non
     rows, width = logits.shape
     ids = torch.arange(rows, device=CUDA_DEVICE) * 37 % width
     ids[1], ids[2] = -100, width
-    options = (ids, None, 0.7, softcap, max(width - 3, 1))
+    x = Rows(logits, ids, None, 0.7, softcap, max(width - 3, 1))
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    logprobs, entropy, found = kernel.forward(logits, *options, True, dtype)
+    logprobs, entropy, found = kernel.forward(x, True, dtype)
     grads = torch.linspace(-1, 1, rows, device=CUDA_DEVICE)
     out = torch.full_like(logits, 7.0) if out is None else out
-    kernel.backward(grads, grads, logits, *options, found, out)
+    kernel.backward(grads, grads, x, found, out)
     return [logprobs, entropy, out.clone()]
 
 
@@ -86,9 +87,9 @@ def test_unmasked_rows_move_up_in_place(dtype: torch.dtype, width: int) -> None:
     ids = torch.arange(rows, device=CUDA_DEVICE)
     ids[3] = -100
     mask = torch.arange(rows, device=CUDA_DEVICE) % 3 != 1
-    options = (ids, mask, 1.0, None, width)
-    _, _, found = kernel_native.CUDA.forward(logits, *options, False, torch.float32)
-    args = torch.ones(rows, device=CUDA_DEVICE), None, logits, *options, found
+    x = Rows(logits, ids, mask, 1.0, None, width)
+    _, _, found = kernel_native.CUDA.forward(x, False, torch.float32)
+    args = torch.ones(rows, device=CUDA_DEVICE), None, x, found
     whole = kernel_native.CUDA.backward(*args, torch.empty_like(logits))
     kernel_native.CUDA.backward(*args, logits, compact=True)
     taken = mask & (ids != -100)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ppokern import available_backends, cpu_capability
 from ppokern.logprob import kernel_native, reference
+from ppokern.logprob.reference import Rows
 
 pytestmark = pytest.mark.skipif("cpu" not in available_backends(), reason="no C++ kernels built")
 
@@ -38,12 +39,13 @@ class Call:
         self.entropy = options.get("entropy", False)
         self.grads = torch.randn(2, *shape)
 
-    def forward(self, kernel: Any = kernel_native, dtype: torch.dtype = torch.float32) -> Any:
+    def rows(self, dtype: torch.dtype) -> Rows:
         logits = self.logits.to(dtype) if dtype == torch.float64 else self.logits
-        return kernel.forward(
-            logits, self.ids, self.mask, self.temperature.to(dtype), self.softcap, self.vocab_size,
-            self.entropy, dtype,
-        )  # fmt: skip
+        at = self.temperature.to(dtype)
+        return Rows(logits, self.ids, self.mask, at, self.softcap, self.vocab_size)
+
+    def forward(self, kernel: Any = kernel_native, dtype: torch.dtype = torch.float32) -> Any:
+        return kernel.forward(self.rows(dtype), self.entropy, dtype)
 
     def backward(
         self,
@@ -53,13 +55,10 @@ class Call:
         out: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        logits = self.logits.to(dtype) if dtype == torch.float64 else self.logits
-        out = torch.empty(logits.shape, dtype=logits.dtype) if out is None else out
+        x = self.rows(dtype)
+        out = torch.empty(x.logits.shape, dtype=x.logits.dtype) if out is None else out
         grad_entropy = self.grads[1] if self.entropy else None
-        return kernel.backward(
-            self.grads[0], grad_entropy, logits, self.ids, self.mask, self.temperature.to(dtype),
-            self.softcap, self.vocab_size, found, out, **options,
-        )  # fmt: skip
+        return kernel.backward(self.grads[0], grad_entropy, x, found, out, **options)
 
     def run(self, kernel: Any = kernel_native, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Log-probs, entropy where asked for, gradient."""

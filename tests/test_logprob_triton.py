@@ -14,6 +14,7 @@ from measure import same_bits
 from torch import Tensor
 
 from ppokern.logprob import reference
+from ppokern.logprob.reference import Rows
 
 pytest.importorskip("triton", reason="no Triton: make triton installs it")
 kernel_triton = importlib.import_module("ppokern.logprob.kernel_triton")
@@ -36,12 +37,12 @@ def run(logits: Tensor, ids: Tensor, kernel: Any = kernel_triton, **options: Any
         logits, dtype = logits.double(), torch.float64
     at, cap = options.get("temperature", 1.0), options.get("softcap")
     size = options.get("vocab_size", logits.shape[-1])
-    logprobs, entropy, found = kernel.forward(logits, ids, mask, at, cap, size, True, dtype)
+    x = Rows(logits, ids, mask, at, cap, size)
+    logprobs, entropy, found = kernel.forward(x, True, dtype)
     slopes = torch.linspace(-1, 2, ids.numel()), torch.linspace(1, -0.5, ids.numel())
     out = logits.clone() if options.get("inplace", True) else torch.empty_like(logits)
-    source = out if options.get("inplace", True) else logits
-    compact = options.get("compact", False)
-    kernel.backward(*slopes, source, ids, mask, at, cap, size, found, out, compact=compact)
+    x = x._replace(logits=out) if options.get("inplace", True) else x
+    kernel.backward(*slopes, x, found, out, compact=options.get("compact", False))
     return [logprobs, entropy, *found.unbind(-1), out]
 
 

@@ -128,9 +128,10 @@ def test_a_compiler_without_openmp(dist: Path, environment: Path, tmp_path: Path
 ON_A_GPU_THAT_IS_ABSENT = """
 import torch
 from ppokern.logprob import kernel_native
+from ppokern.logprob.reference import Rows
 try:
-    ids = torch.tensor([1])
-    kernel_native.CUDA.forward(torch.zeros(1, 4), ids, None, 1.0, None, 4, False, torch.float32)
+    x = Rows(torch.zeros(1, 4), torch.tensor([1]), None, 1.0, None, 4)
+    kernel_native.CUDA.forward(x, False, torch.float32)
 except RuntimeError as error:
     print(error)
 """

@@ -149,6 +149,7 @@ class KeyValueCache:
                 pair[i][:, : self.filled] = buffer[rows, : self.filled]
 
 
+@torch.compiler.disable  # its shapes are those of the batch's sequences
 def attend(
     module: nn.Module,
     query: Tensor,

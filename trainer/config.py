@@ -85,6 +85,8 @@ class Stage:
     """Most tokens in one packed pass; a step adds up as many passes as it needs."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; the norm before is logged."""
+    compile: bool = False
+    """The trunk's blocks by torch.compile, but for sampling: the first passes wait for it."""
     tensorboard: bool = False
     """Write TensorBoard files beside metrics.jsonl."""
     tracker: Literal["wandb", "trackio"] | None = None

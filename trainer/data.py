@@ -25,6 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ppokern import position_ids
+
 from .config import require
 from .metrics import console
 from .sources import rows_of
@@ -393,6 +395,19 @@ def select(cu_seqlens: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
     ends = nn.functional.pad(lengths.cumsum(0), (1, 0))
     shift = (cu_seqlens[index] - ends[:-1]).repeat_interleave(lengths)
     return torch.arange(len(shift), device=shift.device) + shift, ends.to(torch.int32)
+
+
+def up_to_last(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of each sequence up to its last in `mask`, `(total',)`, and their boundaries.
+
+    Where no sequence has one, it is the first token: a pass has to be over something.
+    """
+    positions = position_ids(cu_seqlens)
+    reach = torch.where(mask, positions + 1, 0).float()
+    lengths = torch.segment_reduce(reach, "max", offsets=cu_seqlens.long(), initial=0).long()
+    lengths[0] += ~mask.any()
+    kept = positions < lengths.repeat_interleave(cu_seqlens.diff())
+    return kept.nonzero().squeeze(1), nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 def sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -142,6 +142,13 @@ class Replicated(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks of the models in `module`, as transformers names them."""
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    kinds = {name for model in models for name in model._no_split_modules or ()}
+    return [part for part in module.modules() if type(part).__name__ in kinds]
+
+
 def wrap(module: Module, parallel: Literal["ddp", "fsdp"]) -> Module:
     """`module`, trained by all processes: held whole by each (DDP), or in parts (FSDP2).
 
@@ -155,11 +162,8 @@ def wrap(module: Module, parallel: Literal["ddp", "fsdp"]) -> Module:
         wrapper: Any = Replicated(module)
         wrapper.broadcast_buffers = False  # they are constants; and then no forward pass waits
         return wrapper
-    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
-    kinds = {name for model in models for name in model._no_split_modules or ()}
-    for part in module.modules():
-        if type(part).__name__ in kinds:
-            fully_shard(part, reshard_after_forward=True)
+    for block in blocks(module):
+        fully_shard(block, reshard_after_forward=True)
     fully_shard(module, reshard_after_forward=False)
     return module
 

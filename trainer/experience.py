@@ -60,7 +60,7 @@ def make_experience(
     rollouts: Rollouts,
     scores: Tensor,
     reference: Policy,
-    critic: Callable[[Tensor, Tensor], Tensor],
+    critic: Callable[[Tensor, Tensor, Tensor], Tensor],
     config: PPOConfig,
     kl_coef: float,
 ) -> Experience:
@@ -70,7 +70,8 @@ def make_experience(
         rollouts: `S` responses.
         scores: `(S,)`.
         reference: frozen policy.
-        critic: its number at a token is the value of the state that ends there.
+        critic: its number at a token is the value of the state that ends there; takes ids,
+            `cu_seqlens` and a mask of what is read.
         config: temperature, truncation, kl_kind_in_reward, gamma, gae_lambda and
             max_tokens_per_micro_batch are read.
         kl_coef: weight of the KL in the rewards; 0 where it is in the loss.
@@ -82,9 +83,10 @@ def make_experience(
         mask = mask & rollouts.terminated.repeat_interleave(rollouts.lengths)
     ref = partial(reference, temperature=config.temperature)
     ref_logprobs = forward_all(ref, tokens, cu_seqlens, ids, rollouts.mask)
-    values = forward_all(critic, tokens, cu_seqlens, ids)
     goes_on = ~rollouts.terminated & (config.truncation == "bootstrap")  # (S,)
-    after = values[cu_seqlens[1:] - 1]  # (S,) behind the last token
+    last = cu_seqlens[1:] - 1  # (S,)
+    values = forward_all(critic, tokens, cu_seqlens, ids, mask.index_put((last,), goes_on))
+    after = values[last]
 
     rewards, _ = shaped_rewards(
         scores,

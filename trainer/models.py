@@ -29,9 +29,10 @@ from transformers.utils import logging
 
 from ppokern import Loss, linear_ppo_loss, linear_selected_logprobs, next_token_targets
 
+from . import distributed
 from .attention import KeyValueCache, Packed, use_packed
 from .config import Scratch, UserError, require
-from .data import micro_batches, packed, select
+from .data import micro_batches, packed, select, up_to_last
 
 logging.set_verbosity_error()  # warnings: of fresh heads, of padding without a mask; both are meant
 logging.disable_progress_bar()
@@ -72,6 +73,7 @@ class Policy(nn.Module):
             temperature: of log-probs and loss.
             cache: asks for the logits behind the last token of each row, `(b, V)`.
             states: asks for what a `ValueHead` reads, `(total, H)`: alone, or beside the loss.
+                Behind the last place of a sequence's mask they are 0.
             **ppo: tensors `(total,)` and options of `ppokern.linear_ppo_loss`: ask for that loss.
 
         Returns:
@@ -86,14 +88,15 @@ class Policy(nn.Module):
             )
         softcap = getattr(self.lm.config, "final_logit_softcapping", None)
         if cache is not None:
-            logits = head(cache.last(_hidden(self.lm, cache, ids)))  # (b, V)
+            with torch.compiler.set_stance("force_eager"):  # a token a row: nothing to gain
+                logits = head(cache.last(_hidden(self.lm, cache, ids)))  # (b, V)
             return logits if softcap is None else softcap * torch.tanh(logits / softcap)
         assert cu_seqlens is not None
-        hidden = _hidden(self.lm, Packed(cu_seqlens), ids)  # (total, H)
         if states and not ppo:
-            return hidden
+            return _states(self.lm, ids, cu_seqlens, mask)
         targets, followed = next_token_targets(ids, cu_seqlens)
         mask = followed if mask is None else mask & followed
+        hidden = _states(self.lm, ids, cu_seqlens, mask)
         options = {"bias": head.bias, "mask": mask, "temperature": temperature, "softcap": softcap}
         if not ppo:
             return linear_selected_logprobs(hidden, head.weight, targets, **options)
@@ -127,10 +130,13 @@ class Scorer(nn.Module):
         """Longest sequence that the model can read."""
         return self.model.config.max_position_embeddings
 
-    def forward(self, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """A number for each token, from those of its sequence up to it: `(total,)`, float32."""
+    def forward(self, ids: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """A number for each token, from those of its sequence up to it: `(total,)`, float32.
+
+        Only those in `mask` (bool, all if None) are to be read.
+        """
         config, head = self.model.config, cast(nn.Module, self.model.score)
-        hidden = _hidden(self.model, Packed(cu_seqlens), ids)  # (total, H)
+        hidden = _states(self.model, ids, cu_seqlens, mask)
         return (head(hidden).squeeze(-1).float() - config.score_mean) / config.score_std
 
 
@@ -153,10 +159,32 @@ class ValueHead(nn.Module):
         return self.score(states).squeeze(-1).float()
 
 
+def _states(model: PreTrainedModel, ids: Tensor, cu_seqlens: Tensor, mask: Tensor | None) -> Tensor:
+    """States of packed sequences, `(total, H)`; 0 behind the last of a sequence in `mask`.
+
+    No token sees one behind it, so what stands there need not be computed.
+    """
+    if mask is None:
+        return _hidden(model, Packed(cu_seqlens), ids)
+    places, ends = up_to_last(mask, cu_seqlens)
+    hidden = _hidden(model, Packed(ends), ids[places])
+    return hidden.new_zeros(len(ids), hidden.shape[1]).index_copy(0, places, hidden)
+
+
 def _hidden(model: PreTrainedModel, layout: Packed | KeyValueCache, ids: Tensor) -> Tensor:
     """What the trunk makes of the tokens of a pass, `(tokens, H)`."""
     out = model.base_model(**layout.inputs(ids), use_cache=False)
     return out.last_hidden_state.flatten(0, 1)
+
+
+def compile_blocks(*modules: nn.Module) -> None:
+    """Hands the blocks of the models inside to torch.compile, each by itself.
+
+    Blocks are alike, so that one graph serves them all, in models of one shape too.
+    """
+    for module in modules:
+        for block in distributed.blocks(module):
+            block.compile(dynamic=True)
 
 
 def pick_device() -> torch.device:

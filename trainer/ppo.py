@@ -43,6 +43,7 @@ from .models import (
     Policy,
     Scorer,
     ValueHead,
+    compile_blocks,
     load_policy,
     load_scorer,
     load_tokenizer,
@@ -66,11 +67,11 @@ class Models:
     rewards: list[RewardPart]
     shared: bool = False  # the critic is a head on the policy's trunk
 
-    def values(self, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """The critic's, `(total,)`."""
+    def values(self, ids: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The critic's, `(total,)`, to be read in `mask` only."""
         if self.shared:
-            return self.critic(self.policy(ids, cu_seqlens, states=True))
-        return self.critic(ids, cu_seqlens)
+            return self.critic(self.policy(ids, cu_seqlens, mask, states=True))
+        return self.critic(ids, cu_seqlens, mask)
 
     def frozen(self) -> list[nn.Module]:
         """Those that no step may change."""
@@ -168,6 +169,8 @@ def run(
     evaluation = Evaluation(config, models.tokenizer, device, longest)
     check_frozen([models.policy, models.critic], models.frozen())
 
+    if config.compile:
+        compile_blocks(models.policy, models.critic, *models.frozen())
     models.policy = distributed.wrap(models.policy, config.parallel)
     models.critic = distributed.wrap(models.critic, config.parallel)
     trained = [
@@ -420,7 +423,8 @@ def backward(
             else:
                 if policy_learns:  # before the critic's pass: its activations take the same room
                     (policy.loss * processes).backward()
-                values, loss, coef = models.critic(batch.ids, batch.cu_seqlens), 0.0, 1.0
+                values = models.critic(batch.ids, batch.cu_seqlens, batch.mask)
+                loss, coef = 0.0, 1.0
             value = ppo_value_loss(
                 values,
                 batch.values,

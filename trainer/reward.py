@@ -24,7 +24,7 @@ from .checkpoint import Checkpoints, save_model, write_json
 from .config import RewardConfig, require
 from .data import Pair, length_batches, micro_batches, packed, read_pairs
 from .metrics import Metrics, RunLog
-from .models import Scorer, load_tokenizer, new_scorer, pick_device
+from .models import Scorer, compile_blocks, load_tokenizer, new_scorer, pick_device
 from .optimise import adamw, clipped_step, schedule
 
 NOTHING = Pair([0], [0])  # stands where a process has no pair, and counts for nothing
@@ -41,6 +41,8 @@ def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> 
     train = read_pairs(config.train, tokenizer, config.max_tokens)
     heldout = read_pairs(config.heldout, tokenizer, config.max_tokens)
     device = pick_device()
+    if config.compile:
+        compile_blocks(scorer)
     scorer = distributed.wrap(scorer.to(device).eval(), config.parallel)
     optimizer = adamw(scorer, config.learning_rate, config.weight_decay)
     batches = length_batches(

@@ -30,7 +30,7 @@ from .data import (
     train_tokenizer,
 )
 from .metrics import Metrics, RunLog
-from .models import Policy, load_policy, load_tokenizer, new_policy, pick_device
+from .models import Policy, compile_blocks, load_policy, load_tokenizer, new_policy, pick_device
 from .optimise import adamw, clipped_step, schedule
 
 # ids, cu_seqlens, mask of the tokens before those to learn, whether it is the last
@@ -45,6 +45,8 @@ def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dic
     train = read_examples(config.train, tokenizer, config.max_tokens)
     heldout = read_examples(config.heldout, tokenizer, config.max_tokens)
     device = pick_device()
+    if config.compile:
+        compile_blocks(policy)
     policy = distributed.wrap(policy.to(device).eval(), config.parallel)
     optimizer = adamw(policy, config.learning_rate, config.weight_decay)
     batches = length_batches([len(x.ids) for x in train], config.sequences_per_step, config.seed)

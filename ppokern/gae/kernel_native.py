@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ppokern import _launch
+from ppokern.gae.reference import Inputs, Options
 
 if TYPE_CHECKING:
     from ppokern import _cuda, _native
@@ -14,34 +15,18 @@ else:
     from ppokern._backend import native as _native
 
 
-def gae(
-    rewards: Tensor,
-    values: Tensor,
-    *,
-    mask: Tensor | None,
-    bootstrap: Tensor | None,
-    continues: Tensor | None,
-    next_values: Tensor | None,
-    last_values: Tensor | None,
-    cu_seqlens: Tensor | None,
-    gamma: float,
-    lam: float,
-    decay: bool,
-    time_dim: int,
-    check: bool,
-    on_cuda: bool = False,
-) -> tuple[Tensor, Tensor, bool]:
+def gae(x: Inputs, o: Options, check: bool, on_cuda: bool = False) -> tuple[Tensor, Tensor, bool]:
     """Return advantages, returns, and whether all are finite (True without `check`).
 
     A transition that continues without bootstrapping, or is cut inside a row without `next_values`,
     comes out as NaN.
     """
-    rewards, values = rewards.float(), values.float()
-    next_values = None if next_values is None else next_values.float()
-    last_values = None if last_values is None else last_values.float()
-    continues = bootstrap if continues is None else continues
+    rewards, values, time_dim = x.rewards.float(), x.values.float(), o.time_dim
+    next_values = None if x.next_values is None else x.next_values.float()
+    last_values = None if x.last_values is None else x.last_values.float()
     advantages = torch.empty_like(rewards, memory_format=torch.contiguous_format)
     returns = torch.empty_like(advantages)
+    cu_seqlens = x.cu_seqlens
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
         sequences = cu_seqlens.shape[0] - 1
@@ -59,9 +44,9 @@ def gae(
     args = (
         steps(rewards),
         steps(values),
-        steps(mask),
-        steps(bootstrap),
-        steps(continues),
+        steps(x.mask),
+        steps(x.bootstrap),
+        steps(x.bootstrap if x.continues is None else x.continues),
         steps(next_values),
         per_sequence(last_values),
         steps(advantages),
@@ -69,9 +54,9 @@ def gae(
         per_sequence(cu_seqlens),
         sequences,
         rewards.shape[time_dim],
-        gamma,
-        gamma * lam,
-        decay,
+        o.gamma,
+        o.gamma * o.lam,
+        o.decay,
         torch.get_num_threads(),
     )
     if not on_cuda:

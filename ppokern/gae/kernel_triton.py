@@ -25,6 +25,7 @@ from torch import Tensor
 from ppokern import _check, _launch
 from ppokern import token_math_triton as tm
 from ppokern.gae import reference
+from ppokern.gae.reference import Inputs, Options
 
 SHORT, LONG = (16, 64), (1, 1024)  # sequences and steps of a tile: 4 transitions a thread
 WARPS = 8
@@ -173,27 +174,13 @@ def gae_kernel(
         )
 
 
-def gae(
-    rewards: Tensor,
-    values: Tensor,
-    *,
-    mask: Tensor | None,
-    bootstrap: Tensor | None,
-    continues: Tensor | None,
-    next_values: Tensor | None,
-    last_values: Tensor | None,
-    cu_seqlens: Tensor | None,
-    gamma: float,
-    lam: float,
-    decay: bool,
-    time_dim: int,
-    check: bool,
-) -> tuple[Tensor, Tensor, bool]:
+def gae(x: Inputs, o: Options, check: bool) -> tuple[Tensor, Tensor, bool]:
     """Return advantages, returns, and whether all are finite (looked at only under `check`).
 
     A transition that continues without bootstrapping, or is cut inside a row without `next_values`,
     comes out as NaN.
     """
+    rewards, time_dim, cu_seqlens = x.rewards, o.time_dim, x.cu_seqlens
     advantages, returns = (
         torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in range(2)
     )
@@ -206,24 +193,20 @@ def gae(
     else:
         sequences = rewards.numel() // length
 
-    def strides(x: Tensor | None) -> tuple[int, int]:
-        if x is None:
+    def strides(t: Tensor | None) -> tuple[int, int]:
+        if t is None:
             return 0, 0
-        return x.stride(1 + time_dim) if x.dim() == 2 else x.stride(0), x.stride(time_dim)
+        return t.stride(1 + time_dim) if t.dim() == 2 else t.stride(0), t.stride(time_dim)
 
-    def with_strides(x: Tensor | None) -> tuple[Tensor | None, int, int]:
-        return x, *strides(x)
-
-    row_stride, step_stride = strides(rewards)
+    last, (row_stride, step_stride) = x.last_values, strides(rewards)
     time_major = 0 < row_stride < step_stride
     rows, steps = SHORT if time_major or length <= SHORT[1] else LONG
     with _launch.on_device_of(rewards):
         gae_kernel[(triton.cdiv(sequences, rows),)](
-            *with_strides(rewards), *with_strides(values), *with_strides(mask),
-            *with_strides(bootstrap), *with_strides(continues), *with_strides(next_values),
-            last_values, last_values.stride(0) if last_values is not None and sequences > 1 else 0,
+            *(each for t in x[:6] for each in (t, *strides(t))),
+            last, last.stride(0) if last is not None and sequences > 1 else 0,
             advantages, returns, *strides(advantages), cu_seqlens, sequences, length,
-            gamma, gamma * lam, COUNT_MASKED=decay and mask is not None,
+            o.gamma, o.gamma * o.lam, COUNT_MASKED=o.decay and x.mask is not None,
             TIME_MAJOR=time_major, ROWS=rows, STEPS=steps, num_warps=WARPS,
         )  # fmt: skip
     if cu_seqlens is not None and not _check.values_of(cu_seqlens):

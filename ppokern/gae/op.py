@@ -11,6 +11,7 @@ from torch import Tensor
 from ppokern import _backend, _check, _library
 from ppokern._sequences import Sequences
 from ppokern.gae import kernel_native, reference
+from ppokern.gae.reference import Inputs, Options
 
 KERNELS = {
     "torch": reference.gae,
@@ -23,6 +24,7 @@ WHITEN_KERNELS = {
     "cpu": reference.whiten,  # torch's own reductions are at the memory's speed
     "triton": "ppokern.gae.kernel_triton:whiten",
 }
+_INPUTS = len(Inputs._fields)
 
 
 class Advantages(NamedTuple):
@@ -32,63 +34,31 @@ class Advantages(NamedTuple):
     returns: Tensor
 
 
-def _gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    bootstrap: Tensor | None,
-    continues: Tensor | None,
-    next_values: Tensor | None,
-    last_values: Tensor | None,
-    cu_seqlens: Tensor | None,
-    gamma: float,
-    lam: float,
-    decay: bool,
-    time_dim: int,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    dtype = _check.arithmetic(rewards, values, next_values, last_values)
-    kernel = _backend.select("gae", KERNELS, backend, rewards.device, dtype)
-    flags = {"mask": mask, "bootstrap": bootstrap, "continues": continues}
-    ends = {"next_values": next_values, "last_values": last_values}
-    check = _check.values_of(rewards)
-    advantages, returns, finite = kernel(
-        rewards, values, **flags, **ends, cu_seqlens=cu_seqlens,
-        gamma=gamma, lam=lam, decay=decay, time_dim=time_dim, check=check,
-    )  # fmt: skip
+def _gae(*args: Any) -> tuple[Tensor, Tensor]:
+    x, o, backend = Inputs(*args[:_INPUTS]), Options(*args[_INPUTS:-1]), args[-1]
+    kernel = _backend.select("gae", KERNELS, backend, x.rewards.device, reference.arithmetic(x))
+    check = _check.values_of(x.rewards)
+    advantages, returns, finite = kernel(x, o, check)
     if check and not finite:
-        overflow = ~(advantages.isfinite() & returns.isfinite())
-        _raise_fault(
-            rewards, values, **flags, **ends, cu_seqlens=cu_seqlens, time_dim=time_dim,
-            overflow=overflow,
-        )  # fmt: skip
+        _raise_fault(x, o, ~(advantages.isfinite() & returns.isfinite()))
     return advantages, returns
 
 
-def _gae_fake(rewards: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dtype = _check.arithmetic(rewards, values, rest[3], rest[4])
-    return rewards.new_empty(rewards.shape, dtype=dtype), rewards.new_empty(
-        rewards.shape, dtype=dtype
-    )
+def _gae_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    x = Inputs(*args[:_INPUTS])
+    out = x.rewards.new_empty(x.rewards.shape, dtype=reference.arithmetic(x))
+    return out, torch.empty_like(out)
 
 
-_gae_op = _library.register("gae", _gae, _gae_fake)
+_gae_op = _library.register(
+    "gae", _gae, _gae_fake, schema=_library.schema_of(Inputs, Options, returns=2)
+)
 
 
-def _raise_fault(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    bootstrap: Tensor | None,
-    continues: Tensor | None,
-    next_values: Tensor | None,
-    last_values: Tensor | None,
-    cu_seqlens: Tensor | None,
-    time_dim: int,
-    overflow: Tensor,
-) -> NoReturn:
+def _raise_fault(x: Inputs, o: Options, overflow: Tensor) -> NoReturn:
     """Name what made a result that is not finite, and where."""
-    time_major = time_dim == 0 and rewards.dim() == 2
+    rewards, values, mask, bootstrap, continues, next_values, last_values, cu_seqlens = x
+    time_major = o.time_dim == 0 and rewards.dim() == 2
     valid = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     boot = torch.ones_like(valid) if bootstrap is None else bootstrap
     goes_on = boot if continues is None else continues
@@ -189,8 +159,8 @@ def gae(
         _check.fail("time_dim", "-1 or 0", time_dim)
     if rewards.dim() not in (1, 2):
         _check.fail("rewards", "shape (B, T), (T, B), (T,) or (total,)", tuple(shape))
-    for name, x in {"values": values, "next_values": next_values}.items():
-        _check.like(name, x, shape, device)
+    _check.like("values", values, shape, device)
+    _check.like("next_values", next_values, shape, device, optional=True)
     flags = {
         "mask": mask,
         "terminated": terminated,
@@ -205,31 +175,16 @@ def gae(
         per_sequence: tuple[int, ...] = (cu_seqlens.shape[0] - 1,)
     else:
         per_sequence = tuple(shape[1:] if time_dim == 0 else shape[:-1])
-    _check.like("last_values", last_values, per_sequence, device)
+    _check.like("last_values", last_values, per_sequence, device, optional=True)
     if terminated is not None or truncated is not None:
         if bootstrap is not None or continues is not None:
             _check.fail("bootstrap, continues", "None with terminated or truncated", "both pairs")
         bootstrap = None if terminated is None else ~terminated
         if truncated is not None:
             continues = ~truncated if bootstrap is None else bootstrap & ~truncated
-    backend = _backend.asked_for()
-    return Advantages(
-        *_gae_op(
-            _check.constant(rewards),
-            _check.constant(values),
-            mask,
-            bootstrap,
-            continues,
-            _check.constant(next_values),
-            _check.constant(last_values),
-            cu_seqlens,
-            float(gamma),
-            float(lam),
-            mask_mode == "decay",
-            time_dim,
-            backend,
-        )
-    )
+    inputs = rewards, values, mask, bootstrap, continues, next_values, last_values, cu_seqlens
+    options = float(gamma), float(lam), mask_mode == "decay", time_dim
+    return Advantages(*_gae_op(*map(_check.constant, inputs), *options, _backend.asked_for()))
 
 
 def _whiten(

@@ -7,6 +7,8 @@ one array of steps, and nothing is read back from the device. It runs in float64
 what the recursion does not, and must not overflow where that does not.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,33 +18,43 @@ from ppokern import token_math as tm
 from ppokern._sequences import Sequences
 
 
-def gae(
-    rewards: Tensor,
-    values: Tensor,
-    *,
-    mask: Tensor | None,
-    bootstrap: Tensor | None,
-    continues: Tensor | None,
-    next_values: Tensor | None,
-    last_values: Tensor | None,
-    cu_seqlens: Tensor | None,
-    gamma: float,
-    lam: float,
-    decay: bool,
-    time_dim: int,
-    check: bool,
-) -> tuple[Tensor, Tensor, bool]:
+class Inputs(NamedTuple):
+    """The tensors of a call, as in the public `gae`; None = not given."""
+
+    rewards: Tensor
+    values: Tensor
+    mask: Tensor | None = None
+    bootstrap: Tensor | None = None
+    continues: Tensor | None = None
+    next_values: Tensor | None = None
+    last_values: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+class Options(NamedTuple):
+    """The numbers of a call."""
+
+    gamma: float
+    lam: float
+    decay: bool  # whether a masked position between unmasked ones is a step
+    time_dim: int
+
+
+def arithmetic(x: Inputs) -> torch.dtype:
+    """Return the dtype of a call's arithmetic."""
+    return _check.arithmetic(x.rewards, x.values, x.next_values, x.last_values)
+
+
+def gae(x: Inputs, o: Options, check: bool) -> tuple[Tensor, Tensor, bool]:
     """Return advantages, returns, and whether all are finite (looked at only under `check`).
 
     A transition that continues without bootstrapping, or is cut inside a row without `next_values`,
     comes out as NaN.
     """
-    dtype = _check.arithmetic(rewards, values, next_values, last_values)
-    if time_dim == 0 and rewards.dim() == 2:
-        rewards, values = rewards.t(), values.t()
-        mask, bootstrap, continues, next_values = (
-            None if x is None else x.t() for x in (mask, bootstrap, continues, next_values)
-        )
+    dtype, time_major = arithmetic(x), o.time_dim == 0 and x.rewards.dim() == 2
+    if time_major:
+        x = Inputs(*(None if t is None else t.t() for t in x[:6]), *x[6:])  # type: ignore
+    rewards, values, mask, bootstrap, continues, next_values, last_values, cu_seqlens = x
     sequences = Sequences(rewards.shape, cu_seqlens)
     valid = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     last = sequences.is_last(valid)
@@ -50,7 +62,7 @@ def gae(
     value = torch.where(valid, values.double(), 0.0)
 
     # V(next_t): the caller's, else the neighbour's, else behind the end the caller's or 0
-    if decay:
+    if o.decay:
         follower = _later(value, 1, 0.0)
     else:
         behind = sequences.next_unmasked(valid).clamp(max=max(sequences.length - 1, 0))
@@ -67,10 +79,10 @@ def gae(
     cut = bootstraps & ~goes_on if next_values is None else ~yes
     wrong = valid & ~last & ((goes_on & ~bootstraps) | cut)
 
-    delta = tm.gae_delta(reward, value, torch.where(bootstraps, follower, 0.0), gamma)
+    delta = tm.gae_delta(reward, value, torch.where(bootstraps, follower, 0.0), o.gamma)
     delta = torch.where(wrong, torch.nan, delta)
-    carry = torch.where(goes_on & ~last, gamma * lam, torch.zeros_like(delta))
-    if not decay:
+    carry = torch.where(goes_on & ~last, o.gamma * o.lam, torch.zeros_like(delta))
+    if not o.decay:
         delta, carry = torch.where(valid, delta, 0.0), torch.where(valid, carry, 1.0)
 
     reach = 1
@@ -84,7 +96,7 @@ def gae(
     advantages = torch.where(valid, delta, 0.0).to(dtype)
     returns = torch.where(valid, delta + value, 0.0).to(dtype)
     finite = not check or bool((advantages.isfinite() & returns.isfinite()).all())
-    if time_dim == 0 and advantages.dim() == 2:
+    if time_major:
         advantages, returns = advantages.t().contiguous(), returns.t().contiguous()
     return advantages, returns, finite
 

@@ -9,6 +9,7 @@ from ppokern import _launch
 from ppokern.linear import reference
 from ppokern.linear.reference import Chunk, Head, Plan
 from ppokern.logprob import kernel_native as passes
+from ppokern.logprob.reference import Rows
 from ppokern.ppo_loss.reference import TokenSlopes
 
 if TYPE_CHECKING:
@@ -46,9 +47,8 @@ def loss_pass(
     first = chunk.rows.start if isinstance(chunk.rows, slice) else 0
     used = how.valid.new_empty(rows) if how.compact else None
     o = slopes.options
-    tokens, _memory = passes.tokens_of(
-        logits, token_ids, how.valid, head.temperature, head.softcap, width, rows
-    )
+    x = Rows(logits, token_ids, how.valid, head.temperature, head.softcap, width)
+    tokens, _memory = passes.tokens_of(x, rows)
     per_token = (slopes.scale, slopes.old_logprobs, slopes.advantages, slopes.weights)
     with _launch.on_device_of(logits):
         _cuda.linear_loss(

@@ -20,6 +20,7 @@ from ppokern import token_math_triton as tm
 from ppokern.linear import reference
 from ppokern.linear.reference import Chunk, Head, Plan
 from ppokern.logprob import kernel_triton as passes
+from ppokern.logprob.reference import Rows
 from ppokern.ppo_loss import kernel_triton as losses
 from ppokern.ppo_loss.reference import TokenSlopes
 
@@ -210,13 +211,12 @@ def loss_pass(
         numbers, first = chunk.rows, 0
     used = how.valid.new_empty(rows) if how.compact else None
     o = slopes.options
+    x = Rows(chunk.logits, token_ids, how.valid, head.temperature, head.softcap, width)
     with _launch.on_device_of(chunk.logits):
         loss_kernel[(min(triton.cdiv(rows, tile_rows), programs),)](
-            *passes.tokens_of(
-                chunk.logits, token_ids, how.valid, head.temperature, head.softcap, width
-            ),
-            numbers, first, rows, slopes.scale, slopes.old_logprobs, slopes.advantages,
-            slopes.weights, slopes.ref_logprobs, o.low, o.high,
+            *passes.tokens_of(x, chunk.logits), numbers, first, rows, slopes.scale,
+            slopes.old_logprobs, slopes.advantages, slopes.weights, slopes.ref_logprobs,
+            o.low, o.high,
             torch.inf if o.dual_clip is None else o.dual_clip,
             torch.inf if o.log_ratio_limit is None else o.log_ratio_limit,
             o.entropy_coef, o.kl_coef, logprobs, entropy, used, SOFTCAP=head.softcap is not None,

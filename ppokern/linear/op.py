@@ -160,12 +160,10 @@ def checked_head(
         _check.fail("weight", f"shape (V, {hidden.shape[-1]})", tuple(weight.shape))
     if weight.device != hidden.device:
         _check.fail("weight", f"a tensor on {hidden.device}", f"one on {weight.device}")
-    _check.like("bias", bias, weight.shape[:1], hidden.device)
+    _check.like("bias", bias, weight.shape[:1], hidden.device, optional=True)
     _check.like("token_ids", token_ids, hidden.shape[:-1], hidden.device, _check.INTEGERS)
     _check.mask_like("mask", mask, token_ids.shape, hidden.device)
-    if isinstance(max_logits_bytes, bool) or not isinstance(max_logits_bytes, int):
-        _check.fail("max_logits_bytes", "an integer", type(max_logits_bytes).__name__, TypeError)
-    if max_logits_bytes <= 0:
+    if _check.integer("max_logits_bytes", max_logits_bytes) <= 0:
         _check.fail("max_logits_bytes", "a number of bytes above 0", max_logits_bytes)
     size = checked_vocab_size(vocab_size, weight.shape[0])
     ids = _check.as_int64(token_ids)

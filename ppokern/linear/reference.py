@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ppokern.logprob.reference import Rows
 from ppokern.ppo_loss.reference import TokenSlopes
 
 _ROW_COPIES = 8  # float copies of a logit that a row pass holds for the block it works on
@@ -105,8 +106,8 @@ def forward(
     """Return log-probs, entropy, and what `kernel`'s backward needs; `kernel` passes rows."""
     found = hidden.new_zeros((len(token_ids), 4), dtype=head.dtype)
     for chunk in chunks(hidden, head, how):
-        part = _row_pass(chunk, head, how, token_ids, with_entropy, kernel)
-        found[chunk.rows] = part[2]
+        x = _rows_of(chunk, head, how, token_ids)
+        found[chunk.rows] = kernel.forward(x, with_entropy, head.dtype, block=how.block)[2]
     return found[:, 0].clone(), found[:, 1].clone(), found
 
 
@@ -128,8 +129,7 @@ def backward(
         kernel.backward(
             None if grad_logprobs is None else grad_logprobs[part],
             None if grad_entropy is None else grad_entropy[part],
-            chunk.logits, token_ids[part], how.valid[part], chunk.temperature, head.softcap,
-            head.vocab_size, found[part], chunk.logits, block=how.block,
+            _rows_of(chunk, head, how, token_ids), found[part], chunk.logits, block=how.block,
         )  # fmt: skip
         gradients.add(part, chunk.logits, chunk.hidden)
     return gradients.result()
@@ -195,23 +195,23 @@ def two_passes(
     Returns:
         Which of the chunk's rows are left, in front of the others; None for all.
     """
-    part, ids = chunk.rows, token_ids[chunk.rows]
-    own_logprobs, own_entropy, found = _row_pass(
-        chunk, head, how, token_ids, entropy is not None, kernel
+    part, x = chunk.rows, _rows_of(chunk, head, how, token_ids)
+    own_logprobs, own_entropy, found = kernel.forward(
+        x, entropy is not None, head.dtype, block=how.block
     )
     logprobs[part] = own_logprobs
     if entropy is not None:
         entropy[part] = own_entropy
     in_logprobs, in_entropy = slopes(own_logprobs, part)
-    use, kept = how.valid[part], None
+    kept = None
     if how.compact:
         slope = in_logprobs if in_entropy is None else in_logprobs.abs() + in_entropy.abs()
-        use = use & (slope != 0)
-        kept = kept_rows(use)
+        use = how.valid[part] & (slope != 0)
+        x, kept = x._replace(mask=use), kept_rows(use)
+    compact = kept is not None
     kernel.backward(
-        in_logprobs, in_entropy, chunk.logits, ids, use, chunk.temperature, head.softcap,
-        head.vocab_size, found, chunk.logits, compact=kept is not None, block=how.block,
-    )  # fmt: skip
+        in_logprobs, in_entropy, x, found, chunk.logits, compact=compact, block=how.block
+    )
     return kept
 
 
@@ -269,18 +269,10 @@ class Gradients:
         )
 
 
-def _row_pass(
-    chunk: Chunk,
-    head: Head,
-    how: Plan,
-    token_ids: Tensor,
-    with_entropy: bool,
-    kernel: ModuleType,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return kernel.forward(
-        chunk.logits, token_ids[chunk.rows], how.valid[chunk.rows], chunk.temperature, head.softcap,
-        head.vocab_size, with_entropy, head.dtype, block=how.block,
-    )  # fmt: skip
+def _rows_of(chunk: Chunk, head: Head, how: Plan, token_ids: Tensor) -> Rows:
+    """Return what the passes over a chunk's logits take."""
+    ids, valid = token_ids[chunk.rows], how.valid[chunk.rows]
+    return Rows(chunk.logits, ids, valid, chunk.temperature, head.softcap, head.vocab_size)
 
 
 def _slices(weight: Tensor, how: Plan) -> Iterator[slice]:

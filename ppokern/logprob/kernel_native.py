@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ppokern import _launch
+from ppokern.logprob.reference import Rows
 
 if TYPE_CHECKING:
     from ppokern import _cuda, _native
@@ -23,12 +24,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def forward(
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    vocab_size: int,
+    x: Rows,
     with_entropy: bool,
     dtype: torch.dtype,
     block: int | None = None,
@@ -36,12 +32,12 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropy (empty without), and what `backward` needs, ``(..., 4)``."""
     logprobs = torch.empty_like(
-        token_ids, dtype=torch.float32, memory_format=torch.contiguous_format
+        x.token_ids, dtype=torch.float32, memory_format=torch.contiguous_format
     )
     entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
-    found = logprobs.new_empty((*token_ids.shape, 4))
-    rows = token_ids.numel()
-    tokens, _memory = tokens_of(logits, token_ids, mask, temperature, softcap, vocab_size, rows)
+    found = logprobs.new_empty((*logprobs.shape, 4))
+    rows = logprobs.numel()
+    tokens, _memory = tokens_of(x, rows)
     args: list[Any] = [
         *tokens,
         logprobs.data_ptr(),
@@ -49,10 +45,10 @@ def forward(
         found.data_ptr(),
     ]
     if on_cuda:
-        segments = _cuda.logprob_segments(vocab_size)
+        segments = _cuda.logprob_segments(x.vocab_size)
         partials = found.new_empty((rows, segments, 4))
-        with _launch.on_device_of(logits):
-            _cuda.logprob_forward(*args, partials.data_ptr(), _launch.stream(logits))
+        with _launch.on_device_of(found):
+            _cuda.logprob_forward(*args, partials.data_ptr(), _launch.stream(found))
     else:
         _native.logprob_forward(*args)
     return logprobs, entropy, found
@@ -61,12 +57,7 @@ def forward(
 def backward(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    vocab_size: int,
+    x: Rows,
     found: Tensor,
     out: Tensor,
     compact: bool = False,
@@ -76,13 +67,10 @@ def backward(
     """Write the gradient of the logits to `out`, which may be `logits` itself, and return it."""
     if not _rows_are_dense(out):
         dense = out.contiguous()
-        backward(
-            grad_logprobs, grad_entropy, dense if out is logits else logits, token_ids, mask,
-            temperature, softcap, vocab_size, found, dense, compact, on_cuda=on_cuda,
-        )  # fmt: skip
+        x = x._replace(logits=dense) if out is x.logits else x
+        backward(grad_logprobs, grad_entropy, x, found, dense, compact, on_cuda=on_cuda)
         return out.copy_(dense)
-    rows = token_ids.numel()
-    tokens, _memory = tokens_of(logits, token_ids, mask, temperature, softcap, vocab_size, rows)
+    tokens, _memory = tokens_of(x, x.token_ids.numel())
     out_rows, _out_memory = _rows(out)
     in_logprobs = None if grad_logprobs is None else _flat(grad_logprobs.float())
     in_entropy = None if grad_entropy is None else _flat(grad_entropy.float())
@@ -97,8 +85,8 @@ def backward(
         compact,
     ]
     if on_cuda:
-        with _launch.on_device_of(logits):
-            _cuda.logprob_backward(*args, _launch.stream(logits))
+        with _launch.on_device_of(out):
+            _cuda.logprob_backward(*args, _launch.stream(out))
     else:
         _native.logprob_backward(*args)
     return out
@@ -109,16 +97,9 @@ CUDA: Any = SimpleNamespace(
 )
 
 
-def tokens_of(
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    vocab_size: int,
-    rows: int,
-) -> tuple[tuple, object]:
+def tokens_of(x: Rows, rows: int) -> tuple[tuple, object]:
     """Return what every kernel takes first, and what keeps the memory that it is in."""
+    logits, token_ids, mask, temperature, softcap, vocab_size = x
     place, memory = _rows(logits)
     ids, taken, temperatures = _flat(token_ids), _flat(mask), None
     number = 1.0

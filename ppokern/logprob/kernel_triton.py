@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ppokern import _launch
 from ppokern import token_math_triton as tm
+from ppokern.logprob.reference import Rows
 
 TILE = 4096  # logits of a tile: 16 a thread
 WARPS = 8
@@ -358,30 +359,22 @@ def move_up_kernel(
 
 
 def forward(
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    vocab_size: int,
-    with_entropy: bool,
-    dtype: torch.dtype,
-    block: int | None = None,
+    x: Rows, with_entropy: bool, dtype: torch.dtype, block: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropy (empty without), and what `backward` needs, ``(..., 4)``."""
-    rows, new = token_ids.numel(), logits.new_empty
-    logprobs = new(token_ids.shape, dtype=torch.float32)
+    shape, rows, new = x.token_ids.shape, x.token_ids.numel(), x.logits.new_empty
+    logprobs = new(shape, dtype=torch.float32)
     entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
-    found = logprobs.new_empty((*token_ids.shape, 4))
+    found = logprobs.new_empty((*shape, 4))
     if rows == 0:
         return logprobs, entropy, found
-    logits = _dense(logits)
-    tokens = tokens_of(logits, token_ids, mask, temperature, softcap, vocab_size)
-    columns = min(TILE, triton.next_power_of_2(vocab_size))
-    segments, tile_rows = triton.cdiv(vocab_size, columns), TILE // columns
+    logits = _dense(x.logits)
+    tokens = tokens_of(x, logits)
+    columns = min(TILE, triton.next_power_of_2(x.vocab_size))
+    segments, tile_rows = triton.cdiv(x.vocab_size, columns), TILE // columns
     items = triton.cdiv(rows, tile_rows) * segments
     partials = new((3 if with_entropy else 2, rows, segments), dtype=torch.float32)
-    switches = {"SOFTCAP": softcap is not None, "ENTROPY": with_entropy}
+    switches = {"SOFTCAP": x.softcap is not None, "ENTROPY": with_entropy}
     wide = triton.next_power_of_2(segments)
     finish_rows = max(1, 256 // wide)
     programs = min(items, _launch.resident(logits.device, RESIDENT))
@@ -400,44 +393,36 @@ def forward(
 def backward(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    vocab_size: int,
+    x: Rows,
     found: Tensor,
     out: Tensor,
     compact: bool = False,
     block: int | None = None,
 ) -> Tensor:
     """Write the gradient of the logits to `out`, which may be `logits` itself, and return it."""
-    rows, width = token_ids.numel(), out.shape[-1]
+    rows, width = x.token_ids.numel(), out.shape[-1]
     if rows == 0:
         return out
     if not _is_dense(out):
         dense = out.contiguous()
-        backward(
-            grad_logprobs, grad_entropy, dense if out is logits else logits, token_ids, mask,
-            temperature, softcap, vocab_size, found, dense, compact,
-        )  # fmt: skip
+        x = x._replace(logits=dense) if out is x.logits else x
+        backward(grad_logprobs, grad_entropy, x, found, dense, compact)
         return out.copy_(dense)
-    logits = _dense(logits)
+    logits = _dense(x.logits)
     columns = min(TILE, triton.next_power_of_2(width))
     blocks, tile_rows = triton.cdiv(width, columns), TILE // columns
     items = triton.cdiv(rows, tile_rows) * blocks
     programs = min(items, _launch.resident(logits.device, RESIDENT))
     with _launch.on_device_of(logits):
         gradient_kernel[(programs,)](
-            *tokens_of(logits, token_ids, mask, temperature, softcap, vocab_size),
-            *_flat(grad_logprobs), *_flat(grad_entropy), found.contiguous(),
+            *tokens_of(x, logits), *_flat(grad_logprobs), *_flat(grad_entropy), found.contiguous(),
             out, *_rows(out), width, blocks, items,
-            SOFTCAP=softcap is not None, ALIGNED=aligned(out) and aligned(logits),
+            SOFTCAP=x.softcap is not None, ALIGNED=aligned(out) and aligned(logits),
             ROWS=tile_rows, COLUMNS=columns, num_warps=WARPS,
         )  # fmt: skip
         if compact:
-            taken = token_ids.reshape(-1) != -100
-            move_up(out, taken if mask is None else taken & mask.reshape(-1))
+            taken = x.token_ids.reshape(-1) != -100
+            move_up(out, taken if x.mask is None else taken & x.mask.reshape(-1))
     return out
 
 
@@ -453,20 +438,14 @@ def move_up(out: Tensor, taken: Tensor) -> None:
         )  # fmt: skip
 
 
-def tokens_of(
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    vocab_size: int,
-) -> tuple:
-    """Return what every kernel takes first."""
+def tokens_of(x: Rows, logits: Tensor) -> tuple:
+    """Return what every kernel takes first; `logits` are those of `x`, dense."""
+    temperature = x.temperature
     on_host = not isinstance(temperature, Tensor) or (temperature.dim() == 0 and temperature.is_cpu)
     number, per_token = (float(temperature), None) if on_host else (1.0, temperature)
     return (
-        logits, *_rows(logits), *_flat(token_ids), *_flat(mask), number, *_flat(per_token),
-        softcap or 0.0, token_ids.numel(), vocab_size,
+        logits, *_rows(logits), *_flat(x.token_ids), *_flat(x.mask), number, *_flat(per_token),
+        x.softcap or 0.0, x.token_ids.numel(), x.vocab_size,
     )  # fmt: skip
 
 

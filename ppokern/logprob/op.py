@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ppokern import _backend, _check, _library
 from ppokern.logprob import kernel_native, reference
+from ppokern.logprob.reference import Rows
 
 KERNELS = {
     "torch": reference,
@@ -39,7 +40,8 @@ def _forward(
     dtype = _check.arithmetic(logits, temperatures)
     kernel = _backend.select("selected_logprobs", KERNELS, backend, logits.device, dtype)
     scale = temperature if temperatures is None else temperatures
-    return kernel.forward(logits, token_ids, mask, scale, softcap, vocab_size, with_entropy, dtype)
+    x = Rows(logits, token_ids, mask, scale, softcap, vocab_size)
+    return kernel.forward(x, with_entropy, dtype)
 
 
 def _forward_fake(
@@ -70,18 +72,9 @@ def _gradient(
     out = logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
     if inplace:
         torch.autograd.graph.increment_version(logits)
-    return kernel.backward(
-        grad_logprobs,
-        grad_entropy,
-        logits,
-        token_ids,
-        mask,
-        temperature if temperatures is None else temperatures,
-        softcap,
-        vocab_size,
-        found,
-        out,
-    )
+    scale = temperature if temperatures is None else temperatures
+    x = Rows(logits, token_ids, mask, scale, softcap, vocab_size)
+    return kernel.backward(grad_logprobs, grad_entropy, x, found, out)
 
 
 def _overlaps(x: Tensor) -> bool:
@@ -170,9 +163,7 @@ def checked_vocab_size(vocab_size: int | None, width: int) -> int:
     """Check a vocabulary size against the number of columns, which is the default."""
     if vocab_size is None:
         return width
-    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool):
-        _check.fail("vocab_size", "an integer", type(vocab_size).__name__, TypeError)
-    if not 0 < vocab_size <= width:
+    if not 0 < _check.integer("vocab_size", vocab_size) <= width:
         _check.fail("vocab_size", f"a number of columns in [1, {width}]", vocab_size)
     return vocab_size
 

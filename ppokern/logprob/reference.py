@@ -5,6 +5,7 @@ made but their gradient. A row's sum runs over fixed segments: its bits depend o
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,27 +16,30 @@ _SEGMENT = 1024  # tokens that are summed in one go
 _BLOCK = {"cpu": 2**18, "cuda": 2**26}  # logits of a block
 
 
+class Rows(NamedTuple):
+    """What both passes take, of every backend."""
+
+    logits: Tensor  # (..., V)
+    token_ids: Tensor  # (...)
+    mask: Tensor | None  # (...)
+    temperature: float | Tensor  # a number, 0-d or (...)
+    softcap: float | None
+    vocab_size: int
+
+
 def forward(
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    vocab_size: int,
-    with_entropy: bool,
-    dtype: torch.dtype,
-    block: int | None = None,
+    x: Rows, with_entropy: bool, dtype: torch.dtype, block: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropy (empty without), and what `backward` needs, ``(..., 4)``.
 
     That is, of each row, log-prob, entropy, maximum and log-sum, where ``logsumexp(z) =
     max / temperature + log_sum``.
     """
-    shape, logits = token_ids.shape, _rows_of(logits)
-    temperature = torch.as_tensor(temperature, dtype=dtype)
-    found = torch.zeros(token_ids.numel(), 4, dtype=dtype, device=logits.device)
+    shape, logits, softcap, vocab_size = x.token_ids.shape, _rows_of(x.logits), *x[4:]
+    temperature = torch.as_tensor(x.temperature, dtype=dtype)
+    found = torch.zeros(x.token_ids.numel(), 4, dtype=dtype, device=logits.device)
     logprobs, entropy, maxima, log_sums = found.unbind(-1)
-    ids, valid, bad = _selected(token_ids, mask, vocab_size)
+    ids, valid, bad = _selected(x)
     for rows in _blocks(valid, logits.shape[-1], block):
         raw = _read(logits, rows)[:, :vocab_size].to(dtype)  # (n, V)
         z, row_max = _tempered(raw, None, _at(temperature, rows), softcap)
@@ -50,8 +54,8 @@ def forward(
             mean = _row_sum(tm.entropy_term(exp, z)) / row_sum
             entropy[rows] = torch.where(forbidden, 0.0, log_sum + mean)
     if logits.device.type != "cpu" or bool(bad.any()):
-        for x in (logprobs, entropy, log_sums):
-            x.copy_(torch.where(valid, torch.where(bad, torch.nan, x), 0.0))
+        for each in (logprobs, entropy, log_sums):
+            each.copy_(torch.where(valid, torch.where(bad, torch.nan, each), 0.0))
     entropy = entropy.clone().view(shape) if with_entropy else entropy.new_empty(0)
     return logprobs.clone().view(shape), entropy, found.view(*shape, 4)
 
@@ -59,12 +63,7 @@ def forward(
 def backward(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    vocab_size: int,
+    x: Rows,
     found: Tensor,
     out: Tensor,
     compact: bool = False,
@@ -75,12 +74,7 @@ def backward(
     Args:
         grad_logprobs: incoming gradients, of ``token_ids``' shape, or None.
         grad_entropy: the same for the entropy.
-        logits: as in `forward`, like all arguments between.
-        token_ids: see there.
-        mask: see there.
-        temperature: see there.
-        softcap: see there.
-        vocab_size: see there.
+        x: as in `forward`.
         found: what `forward` returned last.
         out: of ``logits``' shape; rows that are masked become 0.
         compact: write the gradients of the unmasked rows to the first rows of `out`, and leave the
@@ -88,12 +82,13 @@ def backward(
         block: logits of a block, by default what stays in cache.
     """
     logprobs, entropy, maxima, log_sums = found.reshape(-1, 4).unbind(-1)
-    dtype, logits, result, out = logprobs.dtype, _rows_of(logits), out, _rows_of(out)
-    temperature = torch.as_tensor(temperature, dtype=dtype)
+    dtype, logits, result, out = logprobs.dtype, _rows_of(x.logits), out, _rows_of(out)
+    temperature = torch.as_tensor(x.temperature, dtype=dtype)
+    softcap, vocab_size = x[4:]
     grad_logprobs, grad_entropy = (
         None if g is None else g.reshape(-1).to(dtype) for g in (grad_logprobs, grad_entropy)
     )
-    ids, valid, _ = _selected(token_ids, mask, vocab_size)
+    ids, valid, _ = _selected(x)
     done = 0
     for rows in _blocks(valid, logits.shape[-1], block):
         raw = _read(logits, rows)[:, :vocab_size].to(dtype)  # (n, V)
@@ -123,13 +118,13 @@ def backward(
     return result
 
 
-def _selected(token_ids: Tensor, mask: Tensor | None, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+def _selected(x: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids that are safe to gather with, which tokens take part, and which are bad."""
-    ids = token_ids.reshape(-1).long()
+    ids = x.token_ids.reshape(-1).long()
     valid = ids != -100
-    if mask is not None:
-        valid = valid & mask.reshape(-1)
-    bad = valid & ((ids < 0) | (ids >= limit))
+    if x.mask is not None:
+        valid = valid & x.mask.reshape(-1)
+    bad = valid & ((ids < 0) | (ids >= x.vocab_size))
     return torch.where(valid & ~bad, ids, 0), valid, bad
 
 

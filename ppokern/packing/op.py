@@ -73,6 +73,7 @@ def unpack(
     Raises:
         ValueError: a side, shape or `cu_seqlens` that does not fit; a `length` below the longest
             sequence (on CUDA without validation floating-point results are NaN instead).
+        TypeError: what is no tensor or no integer, or a `cu_seqlens` of another dtype.
     """
     if not isinstance(values, Tensor):
         _check.fail("values", "a tensor", type(values).__name__, TypeError)
@@ -83,9 +84,9 @@ def unpack(
     lengths = cu_seqlens.diff().long()
     if length is None:
         length = int(lengths.max()) if lengths.numel() else 0
-    elif isinstance(length, bool) or not isinstance(length, int):
-        _check.fail("length", "an integer", type(length).__name__, TypeError)
-    elif length < 0 or (_check.values_of(lengths) and bool((lengths > length).any())):
+    elif _check.integer("length", length) < 0 or (
+        _check.values_of(lengths) and bool((lengths > length).any())
+    ):
         longest = int(lengths.max()) if lengths.numel() else 0
         _check.fail("length", f"at least {longest}, the longest sequence", length)
     column = torch.arange(length, device=values.device)
@@ -118,8 +119,11 @@ def position_ids(
 
     Raises:
         ValueError: a `cu_seqlens` that does not fit, or does not end with `total`.
+        TypeError: a `cu_seqlens` of another dtype, a `total` that is no integer.
     """
-    _check.cu_seqlens(cu_seqlens, None if total is None else (total,), cu_seqlens.device)
+    if total is not None:
+        _check.integer("total", total)
+    _check.cu_seqlens(cu_seqlens, None if total is None else (total,))
     total = int(cu_seqlens[-1]) if total is None else total
     starts = Sequences(torch.Size((total,)), cu_seqlens).spread(cu_seqlens[:-1].long())
     return torch.arange(total, device=cu_seqlens.device) - starts

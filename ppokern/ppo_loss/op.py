@@ -20,7 +20,7 @@ KERNELS = {
 AGGREGATES = ("token_mean", "sequence_mean", "sequence_sum", "sum", "none")
 RATIOS = ("token", "sequence")
 _INPUTS = len(Inputs._fields)
-_OPTIONAL = ("mask", "value_mask", "weights", "entropy", "ref_logprobs")
+_OPTIONAL = ("weights", "entropy", "ref_logprobs")
 
 
 class Loss(NamedTuple):
@@ -147,12 +147,10 @@ def checked_options(
 def checked_tensors(like: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor | None) -> None:
     """Check per-token tensors against `like`; those whose name ends in `mask` are bool."""
     for name, x in tensors.items():
-        if x is None and name not in _OPTIONAL:
-            _check.fail(name, "a tensor", "None", TypeError)
         if name.endswith("mask"):
             _check.mask_like(name, x, like.shape, like.device)
         else:
-            _check.like(name, x, like.shape, like.device)
+            _check.like(name, x, like.shape, like.device, optional=name in _OPTIONAL)
     if cu_seqlens is not None:
         _check.cu_seqlens(cu_seqlens, like.shape, like.device)
     if _check.validating() and like.device.type == "cpu":

@@ -157,12 +157,11 @@ def shaped_rewards(
     _check.tensor("logprobs", logprobs)
     shape, device = logprobs.shape, logprobs.device
     _check.like("ref_logprobs", ref_logprobs, shape, device)
-    _check.like("token_rewards", token_rewards, shape, device)
+    _check.like("token_rewards", token_rewards, shape, device, optional=True)
     _check.mask_like("mask", mask, shape, device)
     if cu_seqlens is not None:
         _check.cu_seqlens(cu_seqlens, shape, device)
     per_sequence = shape[:-1] if cu_seqlens is None else (cu_seqlens.shape[0] - 1,)
-    _check.tensor("scores", scores)
     _check.like("scores", scores, per_sequence, device)
     _check.mask_like("score_mask", score_mask, per_sequence, device)
     tensors = (scores, logprobs, ref_logprobs, mask, score_mask, token_rewards)

@@ -24,9 +24,9 @@ def reference(ids: Tensor, cu_seqlens: Tensor, mask: Tensor, temperature: float)
     return torch.tensor([REF.get(i, 99.0) for i in [*ids.tolist()[1:], 0]]) * mask
 
 
-def critic(ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The value of a state is a tenth of the token that ends it."""
-    return ids / 10
+def critic(ids: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
+    """The value of a state is a tenth of the token that ends it, where it is to be read."""
+    return torch.where(mask, ids / 10, torch.nan)
 
 
 def experience(
@@ -41,7 +41,7 @@ def experience(
 def test_T1_values_are_read_at_the_token_before_the_action() -> None:
     """Prompt [5], response [7, 8, 9]: V(s_t) = .5, .7, .8 and the value behind 9 is not used."""
     x = experience(make_rollouts([[5, 7, 8, 9]], [1], [True]), [2.0])
-    torch.testing.assert_close(x.values, torch.tensor([0.5, 0.7, 0.8, 0.9]))
+    torch.testing.assert_close(x.values[:3], torch.tensor([0.5, 0.7, 0.8]))
     # KL per token: -1 - ref = .5, -.5, 1; rewards -.1 * KL, and the score on the last
     torch.testing.assert_close(x.kl, torch.tensor([0.5, -0.5, 1.0, 0.0]))
     torch.testing.assert_close(x.rewards, torch.tensor([-0.05, 0.05, 1.9, 0.0]))

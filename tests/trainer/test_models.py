@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import TINY
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
 
 from trainer import attention, check
 from trainer.config import CheckFailed, UserError
@@ -36,6 +36,38 @@ def test_a_mask_leaves_out(policy: Policy) -> None:
         whole = policy(ids, cu_seqlens)
         assert (whole[cu_seqlens[1:] - 1] == 0).all()  # nothing follows the last token
         torch.testing.assert_close(policy(ids, cu_seqlens, mask), whole * mask)
+
+
+@pytest.mark.parametrize(
+    ("load", "whole"), [(load_policy, [7, 8, 4, 5, 1]), (new_scorer, [7, 8, 9, 4, 5, 6, 1, 2])]
+)
+def test_the_trunk_computes_no_state_that_is_not_read(
+    load: Callable[[str], nn.Module], whole: list[int], untrained: str
+) -> None:
+    module = load(untrained)
+    if isinstance(module, Scorer):
+        nn.init.normal_(module.model.score.weight)
+    seen: list[list[int]] = []
+    (trunk,) = (part for part in module.modules() if isinstance(part, GPT2Model))
+    trunk.register_forward_pre_hook(
+        lambda _, __, told: seen.append(told["input_ids"][0].tolist()), with_kwargs=True
+    )
+    ids, cu_seqlens = packed([[7, 8, 9], [4, 5, 6], [1, 2]])
+    mask = torch.tensor([1, 0, 0, 0, 1, 0, 0, 0]).bool()
+    found = []
+    for read in (mask, None):
+        out = module(ids, cu_seqlens, read)[mask]
+        module.zero_grad()
+        out.sum().backward()
+        found.append((out, [p.grad for p in module.parameters()]))
+    assert seen == [[7, 4, 5], whole]
+    assert all(grad.count_nonzero() for grad in found[0][1])
+    torch.testing.assert_close(*found)
+
+
+def test_a_pass_over_nothing_that_is_read(policy: Policy) -> None:
+    ids, cu_seqlens = packed(ROWS)
+    assert (policy(ids, cu_seqlens, torch.zeros_like(ids).bool()) == 0).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 10, 99])
