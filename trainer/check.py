@@ -17,7 +17,7 @@ from ppokern import kl_estimate
 
 from . import distributed
 from .config import CheckFailed, PPOConfig
-from .data import select, sums
+from .data import Prompt, select, sums
 from .experience import Experience
 from .metrics import Metrics
 from .models import Policy, dropout_of, forward_all
@@ -43,6 +43,22 @@ def check_frozen(trained: Sequence[nn.Module], frozen: Sequence[nn.Module]) -> N
     ]
     if addresses[0] & addresses[1]:
         raise CheckFailed("reference or reward model shares a parameter with policy or critic")
+
+
+def check_answers(rollouts: Rollouts, asked: Sequence[Prompt], version: int) -> None:
+    """What an engine returned was sampled for these prompts by the weights that are trained."""
+    if rollouts.policy_version != version:
+        raise CheckFailed(
+            f"stale rollouts: sampled by policy version {rollouts.policy_version}, the policy is "
+            f"at {version}; the likely cause: weights out of step, the engine has not taken over "
+            "the last ones"
+        )
+    starts = [ids[: len(p.ids)] for ids, p in zip(rollouts.sequences(), asked, strict=False)]
+    if starts != [prompt.ids for prompt in asked] or len(rollouts.prompts) != len(asked):
+        raise CheckFailed(
+            "the rollouts do not begin with the prompts that were asked for, in their order; the "
+            "likely cause: the engine encodes prompts anew, or returns responses as they end"
+        )
 
 
 def check_paths(policy: Policy, rollouts: Rollouts, config: PPOConfig, metrics: Metrics) -> Tensor:

@@ -40,12 +40,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from . import distributed
 from .config import PPOConfig, RewardConfig, Scratch, SFTConfig, UserError, require
 from .metrics import RunLog, console
+from .sources import HUB, hub_sha256
 
 Config = SFTConfig | RewardConfig | PPOConfig
 
 # Options that change no number of a run, so that a run may go on with others.
 FREE = (
-    "run_dir tensorboard parallel keep_last_checkpoints save_every_steps save_every_updates".split()
+    "run_dir tensorboard tracker parallel "
+    "keep_last_checkpoints save_every_steps save_every_updates".split()
 )
 
 # What a stage writes besides config.yaml.
@@ -100,15 +102,15 @@ class Checkpoints:
     def __init__(
         self,
         config: Config,
-        inputs: Mapping[str, Path],
+        inputs: Mapping[str, Path | str],
         parts: Mapping[str, nn.Module | torch.Generator | Stateful],
     ) -> None:
         """Takes what a run consists of.
 
         Args:
             config: its options.
-            inputs: files and model folders that it reads. They are not kept, but must be the same
-                when it goes on.
+            inputs: data, files and model folders that it reads. They are not kept, but must be the
+                same when it goes on.
             parts: all that changes while it runs.
         """
         self.config, self.run_dir = config, Path(config.run_dir)
@@ -271,11 +273,14 @@ def damage_of(checkpoint: Path) -> str:
     return ""
 
 
-def fingerprint(source: Path) -> str:
-    """SHA-256 of a file, or of all files of a model's folder and their names."""
-    if not source.is_dir():
-        return sha256(source)
-    names = "".join(f"{path.name} {sha256(path)}\n" for path in _files(source))
+def fingerprint(source: Path | str) -> str:
+    """SHA-256 of a file, of all files of a model's folder and their names, or of hub data."""
+    if str(source).startswith(HUB):
+        return hub_sha256(str(source))
+    folder = Path(source)
+    if not folder.is_dir():
+        return sha256(folder)
+    names = "".join(f"{path.name} {sha256(path)}\n" for path in _files(folder))
     return hashlib.sha256(names.encode()).hexdigest()
 
 
@@ -318,6 +323,13 @@ def read_config(run_dir: str) -> Config:
                 options["scratch"] = Scratch(**options["scratch"])
             return stage(**options)
     raise UserError(f"{path} does not have the options of any stage")
+
+
+def result_of(run_dir: str, name: str) -> Path:
+    """The folder of the model that a run has written at its end; an error before."""
+    folder = Path(run_dir) / name
+    require(folder.is_dir(), f"{run_dir} is not finished: go on with `resume {run_dir}`")
+    return folder
 
 
 @contextmanager

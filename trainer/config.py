@@ -7,7 +7,12 @@ overrides; an unknown key is an error there, a value out of range is a `UserErro
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from math import isfinite
 from typing import Literal
+
+WHOLE = "the log-probs that PPO compares are of the whole softmax, and so must be what is sampled"
+REFUSED = {"top_p": WHOLE, "top_k": WHOLE}  # options that others have, and why there are none here
 
 
 class UserError(Exception):
@@ -73,7 +78,7 @@ class Stage:
     model: str = ""
     """Folder of the transformers model to start from (local, safetensors)."""
     train: str = ""
-    """JSONL file to train on."""
+    """Rows to train on: a JSONL or Parquet file, or `hub:NAME:SPLIT`, a data set of the hub."""
     seed: int = 0
     """Of initial weights, data order and sampling."""
     max_tokens_per_micro_batch: int = 2048
@@ -88,6 +93,8 @@ class Stage:
     """A block's activations are made again in the backward pass, not kept until then."""
     tensorboard: bool = False
     """Write TensorBoard files beside metrics.jsonl."""
+    tracker: Literal["wandb", "trackio"] | None = None
+    """Send metrics to one of these as well; null: to none. Needs the extra of its name."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun, each process holds the trained models whole (DDP) or in part (FSDP2)."""
     keep_last_checkpoints: int = 2
@@ -96,8 +103,12 @@ class Stage:
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         require(bool(self.run_dir), "run_dir is missing: the folder that the stage is to write to")
-        require(bool(self.train), "train is missing: the JSONL file to train on")
+        require(bool(self.train), "train is missing: the rows to train on")
         _positive(self, "max_tokens_per_micro_batch", "max_grad_norm", "keep_last_checkpoints")
+        require(
+            self.tracker is None or find_spec(self.tracker) is not None,
+            f"tracker needs {self.tracker}: pip install 'ppokern[{self.tracker}]'",
+        )
 
 
 @dataclass
@@ -105,7 +116,7 @@ class Supervised(Stage):
     """What the supervised stages have in common: AdamW, a warm-up, a cosine to a twentieth."""
 
     heldout: str = ""
-    """JSONL file to measure on."""
+    """Rows to measure on, named as those to train on."""
     max_tokens: int = 64
     """Longer sequences are left out and counted."""
     steps: int = 1000
@@ -122,7 +133,7 @@ class Supervised(Stage):
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
-        require(bool(self.heldout), "heldout is missing: the JSONL file to measure on")
+        require(bool(self.heldout), "heldout is missing: the rows to measure on")
         require(self.max_tokens >= 2, "max_tokens must be at least 2")
         _positive(self, "steps", "learning_rate", "save_every_steps")
         _not_negative(self, "warmup_steps", "weight_decay")
@@ -178,7 +189,7 @@ class PPOConfig(Stage):
     """PPO with four models: policy, critic, frozen reference, frozen reward model or functions."""
 
     train: dict[str, float] | str = ""
-    """JSONL file of prompts, or several, each with its share of an update's prompts as a weight."""
+    """Rows of prompts, or several sources, each with its share of an update's prompts as weight."""
     prompt_tokens: int | None = None
     """The prompt is the first so many tokens of a row's `{"text"}`; null: its `{"prompt"}`."""
     rewards: dict[str, float] = field(default_factory=dict)
@@ -271,7 +282,7 @@ class PPOConfig(Stage):
     """Responses in which an adaptive coefficient changes by a fifth at most."""
 
     heldout: str = ""
-    """JSONL file of prompts that nothing is learned from, to evaluate on; else none is done."""
+    """Rows of prompts that nothing is learned from, to evaluate on; empty: none is done."""
     evaluation_prompts: int = 64
     """So many of them, from the top."""
     evaluate_every_updates: int = 10
@@ -300,6 +311,10 @@ class PPOConfig(Stage):
             "train: the weight of each file must be positive",
         )
         require(bool(self.rewards), "rewards is empty: name a reward model's folder or a function")
+        require(
+            all(isfinite(weight) for weight in self.rewards.values()),
+            "rewards: the weight of each part must be a number, and finite",
+        )
         _positive(self, "updates", "episodes_per_update", "samples_per_prompt", "max_new_tokens")
         _positive(self, "ppo_epochs", "minibatches", "check_every", "sample_every")
         _positive(self, "save_every_updates")
@@ -446,7 +461,7 @@ class DemoConfig:
     run_dir: str = "runs/demo"
     """Folder to write to; a demo that is there is kept as FOLDER.previous."""
     text: str = ""
-    """Own text: JSONL with `{"text"}`, or a file with one text a line. Needs `reward`."""
+    """Own text: rows with `{"text"}`, or a file with one text a line. Needs `reward`."""
     reward: str = ""
     """Own reward function instead of a reward model: `FILE.py:name` or `module:name`."""
     seed: int = 0

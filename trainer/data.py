@@ -27,8 +27,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ppokern import position_ids
 
-from .config import UserError, require
+from .config import require
 from .metrics import console
+from .sources import rows_of
 
 Row = dict[str, Any]
 Value = str | list[dict[str, str]]
@@ -65,7 +66,7 @@ def read_examples(path: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int
     encode = Encoder(tokenizer, rows, "text", "prompt", "completion")
     examples = [
         encode.whole(row["text"])
-        if "text" in row
+        if row.get("text") is not None
         else encode.pair(row["prompt"], row["completion"])
         for row in rows
     ]
@@ -111,30 +112,28 @@ def _short_enough(
 
 
 def read_rows(path: str, *keys: str) -> list[Row]:
-    """The rows of a JSONL file, each of which must have one of the sets of keys.
+    """The rows of a source, each of which must have one of the sets of keys.
 
     Args:
-        path: the file.
+        path: a file, or a data set of the hub; see sources.py.
         *keys: sets of keys, each as one string with spaces.
     """
-    file = Path(path)
-    require(file.is_file(), f"{path} is not a file")
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not JSON ({error.msg})") from None
+    for place, row in rows_of(path):
         fits = isinstance(row, dict) and any(
-            all(isinstance(row.get(key), str | list) for key in group.split()) for group in keys
+            all(_is_value(row.get(key)) for key in group.split()) for group in keys
         )
         needed = f"needs {' or '.join(map(repr, keys))}, texts or lists of messages"
-        require(fits, f"{path}, line {number}: {needed}; got {_shown(row)}")
+        require(fits, f"{place}: {needed}; got {_shown(row)}")
         rows.append(row)
     require(bool(rows), f"{path} is empty")
     return rows
+
+
+def _is_value(value: object) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(said, dict) and "role" in said for said in value)
+    return isinstance(value, str)
 
 
 def _shown(row: object) -> str:

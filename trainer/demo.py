@@ -38,6 +38,7 @@ from .metrics import console, distinct, repeated
 from .models import load_policy, load_tokenizer, pick_device, set_precision
 from .sample import Sample, respond, show, side_by_side
 from .scoring import load_function, load_rewards, models_of
+from .sources import HUB
 
 REVIEWS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d"
 HELDOUT_REVIEWS = 1500
@@ -184,8 +185,8 @@ def make_room(run_dir: Path) -> None:
 
 
 def own_texts(path: str) -> list[dict[str, Any]]:
-    """Rows with `{"text"}` of a JSONL file, or of a text file with one text a line."""
-    if path.endswith(".jsonl"):
+    """Rows with `{"text"}` of a source of them, or of a text file with one text a line."""
+    if path.endswith((".jsonl", ".parquet")) or path.startswith(HUB):
         return read_rows(path, "text")
     require(Path(path).is_file(), f"{path} is not a file")
     rows = [

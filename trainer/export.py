@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from .checkpoint import read_config, staged
+from .checkpoint import read_config, result_of, staged
 from .config import PPOConfig, require
 from .lora import load_trained
 from .metrics import console
@@ -18,8 +18,7 @@ from .models import load_tokenizer
 def run(run_dir: str, out: str) -> None:
     """Copies the policy of a PPO run, its adapter merged, or the model of another stage's."""
     name = "policy" if isinstance(read_config(run_dir), PPOConfig) else "model"
-    model = Path(run_dir) / name
-    require(model.is_dir(), f"{run_dir} is not finished: go on with `resume {run_dir}`")
+    model = result_of(run_dir, name)
     require(not Path(out).exists(), f"{out} exists: name a folder that does not")
     with staged(Path(out)) as aside:
         if (model / "adapter_config.json").is_file():

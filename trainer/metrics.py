@@ -6,6 +6,7 @@ tokens.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -14,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 
 import torch
+import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -27,7 +30,7 @@ Number = Tensor | float | int
 
 VARYING = ("time/", "memory/")  # begin the names of metrics that two runs do not have alike
 
-console = Console(soft_wrap=True, highlight=False)
+console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 class Metrics:
@@ -94,6 +97,12 @@ class Metrics:
         return {name: self.mean(name) for name in self._pairs if not name.startswith("_")}
 
 
+def plain(text: str) -> Text:
+    """Text as it stands: no markup is read in it, control characters are shown and not obeyed."""
+    shown = [x if x in "\n\t" or category(x) != "Cc" else ascii(x)[1:-1] for x in text]
+    return Text("".join(shown))
+
+
 def finite(row: dict[str, float]) -> dict[str, float | None]:
     """A row for JSON, which knows no NaN: it stands for the mean of nothing, here null."""
     return {name: value if math.isfinite(value) else None for name, value in row.items()}
@@ -112,13 +121,19 @@ def repeated(responses: Sequence[Sequence[int]]) -> tuple[int, int]:
 
 
 class RunLog:
-    """A stage's metrics.jsonl (and TensorBoard), and its progress.
+    """A stage's metrics.jsonl (and TensorBoard, and a tracker), and its progress.
 
     On a terminal that is one line, rewritten with each step; elsewhere ten lines in all.
     """
 
     def __init__(
-        self, run_dir: Path, stage: str, steps: int, tensorboard: bool, done: int = 0
+        self,
+        run_dir: Path,
+        stage: str,
+        steps: int,
+        tensorboard: bool,
+        done: int = 0,
+        tracker: str | None = None,
     ) -> None:
         """Opens the files of a stage of so many steps, of which some are done.
 
@@ -133,6 +148,7 @@ class RunLog:
 
             # a cut run may have written more steps than are done: they are not shown twice
             self._board = SummaryWriter(str(run_dir), purge_step=done + 1)
+        self._tracker = _tracked(tracker, run_dir) if tracker and distributed.first() else None
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
@@ -153,6 +169,9 @@ class RunLog:
         if self._board:
             for name, value in row.items():
                 self._board.add_scalar(name, value, step)
+        if self._tracker:
+            known = {name: value for name, value in row.items() if math.isfinite(value)}
+            self._tracker.log(known, step=step)
         self._bar.update(self._task, completed=step, description=f"{self.stage}: {line}")
         if not console.is_terminal and step % max(self.steps // 10, 1) == 0:
             seconds = (time.perf_counter() - self._began) / (step - self.done)  # a step
@@ -175,8 +194,8 @@ class RunLog:
         return {k: v for k, v in json.loads(line).items() if k not in ("stage", "step")}
 
     def print(self, text: str) -> None:
-        """Prints text as it is, above the progress line: no markup is read in it."""
-        console.print(Text(text))
+        """Prints text as it is, above the progress line."""
+        console.print(plain(text))
 
     def close(self) -> None:
         """Ends the line and closes the files."""
@@ -184,3 +203,15 @@ class RunLog:
         self._file.close()
         if self._board:
             self._board.close()
+        if self._tracker:
+            self._tracker.finish()
+
+
+def _tracked(tracker: str, run_dir: Path) -> Any:
+    """A run of wandb or trackio, which are alike in all that is used here.
+
+    A resumed run is another one there, in the same group.
+    """
+    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    names = {"project": "ppokern", "name": run_dir.name, "group": str(run_dir)}
+    return importlib.import_module(tracker).init(**names, config=config)

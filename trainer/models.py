@@ -349,7 +349,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model's folder."""
     if not (Path(folder) / "adapter_config.json").is_file():
         require_model(folder)
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return from_folder(AutoTokenizer, folder)
 
 
 def load_policy(folder: str) -> Policy:
@@ -388,17 +388,30 @@ def load_scorer(folder: str) -> Scorer:
 def _load(auto: Any, folder: str, **options: Any) -> tuple[Any, list[str]]:
     """A model in float32 without dropout, and the names of the weights that its folder lacks."""
     require_model(folder)
-    config = without_dropout(AutoConfig.from_pretrained(folder, local_files_only=True, **options))
-    model, info = auto.from_pretrained(
+    config = without_dropout(from_folder(AutoConfig, folder, **options))
+    model, info = from_folder(
+        auto,
         folder,
         config=config,
-        local_files_only=True,
         use_safetensors=True,
         dtype=torch.float32,
         attn_implementation="eager",  # its own, which `use_packed` is held against
         output_loading_info=True,
     )
     return model.eval(), sorted(info["missing_keys"])
+
+
+def from_folder(auto: Any, folder: str, **options: Any) -> Any:
+    """What transformers makes of a folder; no code that it brings is run, and nobody is asked to.
+
+    Where nothing is said of it, transformers asks on the terminal, and runs it after a `y`.
+    """
+    options |= {"local_files_only": True, "trust_remote_code": False}
+    try:
+        return auto.from_pretrained(folder, **options)
+    except ValueError as error:
+        sentence = str(error).strip().partition("\n")[0]
+        raise UserError(f"{folder} cannot be loaded: {sentence}") from None
 
 
 def require_model(folder: str) -> None:

@@ -18,6 +18,7 @@ from .config import DemoConfig, PPOConfig, RewardConfig, SFTConfig, Stage
 from .data import read_prompts
 from .metrics import console
 from .models import (
+    from_folder,
     load_tokenizer,
     parameter_count,
     parameter_names,
@@ -45,7 +46,7 @@ def show(config: SFTConfig | RewardConfig | PPOConfig | DemoConfig) -> None:
         model = scratch_config(config.scratch)
     else:
         require_model(config.model)
-        model = AutoConfig.from_pretrained(config.model, local_files_only=True)
+        model = from_folder(AutoConfig, config.model)
     longest = 0
     if isinstance(config, PPOConfig):
         room = config.longest_prompt(model.max_position_embeddings)

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from ppokern import kl_estimate, ppo_value_loss
 
 from . import distributed
-from .check import check_frozen, check_paths, check_start, check_sums
+from .check import check_answers, check_frozen, check_paths, check_start, check_sums
 from .checkpoint import Checkpoints, save_model, write_json
 from .config import CheckFailed, PPOConfig
 from .data import micro_batches, mixed, read_prompts, stop_ids, sums
@@ -52,7 +52,7 @@ from .models import (
     pick_device,
 )
 from .optimise import Trained, adamw, clipped_step
-from .rollout import Rollouts, generate
+from .rollout import Engine, Rollouts, generate
 from .sample import respond, side_by_side
 from .scoring import RewardPart, Scaling, load_rewards, models_of, score, source_file
 
@@ -151,9 +151,15 @@ class PenaltyController:
 
 
 def run(
-    config: PPOConfig, overwrite: bool = False, resume: bool = False
+    config: PPOConfig,
+    overwrite: bool = False,
+    resume: bool = False,
+    engine: Engine | None = None,
 ) -> dict[str, float | None]:
-    """Trains, writes policy, critic, metrics and samples, and returns the last metrics."""
+    """Trains, writes policy, critic, metrics and samples, and returns the last metrics.
+
+    `engine` samples what is learned from, in place of `generate`; evaluation does not ask it.
+    """
     config.check()
     device = pick_device(config.offload_frozen)
     models = load(config, device)
@@ -195,7 +201,8 @@ def run(
     checkpoints = Checkpoints(config, inputs(config), parts)
     done = checkpoints.begin(overwrite, resume)
     run_dir = checkpoints.run_dir
-    with closing(RunLog(run_dir, "ppo", config.updates, config.tensorboard, done)) as log:
+    log = RunLog(run_dir, "ppo", config.updates, config.tensorboard, done, config.tracker)
+    with closing(log):
         for update in range(done + 1, config.updates + 1):
             metrics = Metrics()
             kl_coef = controller.coef
@@ -204,21 +211,28 @@ def run(
 
             asked = itertools.islice(order, config.episodes_per_update // config.samples_per_prompt)
             batch = [prompts[i] for i in asked for _ in range(config.samples_per_prompt)]
+            rows, version = distributed.share(len(batch)), steps_taken(trained[0][1])
             with metrics.timed("time/rollout"), distributed.whole(models.policy):
-                rollouts = generate(
+                rollouts = (engine or generate)(
                     models.policy,
                     batch,
                     stop,
                     max_new_tokens=config.max_new_tokens,
                     temperature=config.temperature,
                     generator=chance,
-                    rows=distributed.share(len(batch)),
+                    version=version,
+                    rows=rows,
                 )
+            check_answers(rollouts, [batch[row] for row in rows], version)
             sides = (models.policy, models.critic)
             held = distributed.whole(*sides)
             with metrics.timed("time/experience"), held, lent(device, *away):
                 scores, parts = score(  # (S,)
-                    models.rewards, rollouts, config.missing_eos_penalty, scaling
+                    models.rewards,
+                    rollouts,
+                    config.missing_eos_penalty,
+                    scaling,
+                    config.truncation == "drop",
                 )
                 experience = make_experience(
                     rollouts, scores, models.reference, models.values, config, kl_in_reward
@@ -300,7 +314,7 @@ def load(config: PPOConfig, device: torch.device) -> Models:
     return models
 
 
-def inputs(config: PPOConfig) -> dict[str, Path]:
+def inputs(config: PPOConfig) -> dict[str, Path | str]:
     """What a run reads and does not change."""
     functions = {f"reward {source}": source for source in config.rewards}
     functions |= {"judge": config.judge} if config.judge else {}
@@ -308,9 +322,9 @@ def inputs(config: PPOConfig) -> dict[str, Path]:
         name: source_file(source) if ":" in source else Path(source)
         for name, source in functions.items()
     }
-    heldout = {"held-out data": Path(config.heldout)} if config.heldout else {}
+    heldout = {"held-out data": config.heldout} if config.heldout else {}
     critic = {"critic": Path(config.critic)} if config.critic else {}
-    data = {f"data in {file}": Path(file) for file in config.prompt_files()}
+    data = {f"data in {file}": file for file in config.prompt_files()}
     return {"reference": Path(config.model), **data, **heldout, **rewards, **critic}
 
 

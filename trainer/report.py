@@ -158,11 +158,12 @@ def facts(summary: dict[str, Any]) -> str:
     rows = []
     for key, value in summary.items():
         name, _, side = key.rpartition("_")
-        if side == "before":
+        both = f"{name}_before" in summary and f"{name}_after" in summary
+        if both and side == "before":
             key, values = f"{name}, before and after", [value, summary[f"{name}_after"]]
         else:
             values = [value]
-        if side != "after" and None not in values:
+        if not (both and side == "after") and None not in values:
             cells = "".join(f"<td>{value:.4g}" for value in values)
             rows.append(f"<tr><td>{escape(key)}{cells}")
     return "".join(rows)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -51,10 +50,11 @@ def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> 
 
     inputs = {"data": config.train, "held-out data": config.heldout, "model": config.model}
     parts = {"model": scorer, "optimizer": optimizer, "batches": batches}
-    checkpoints = Checkpoints(config, {name: Path(x) for name, x in inputs.items()}, parts)
+    checkpoints = Checkpoints(config, inputs, parts)
     done = checkpoints.begin(overwrite, resume)
     run_dir = checkpoints.run_dir
-    with closing(RunLog(run_dir, "reward", config.steps, config.tensorboard, done)) as log:
+    log = RunLog(run_dir, "reward", config.steps, config.tensorboard, done, config.tracker)
+    with closing(log):
         for step, rows in zip(range(done + 1, config.steps + 1), batches, strict=False):
             schedule(optimizer, config, step)
             metrics = Metrics()

@@ -3,13 +3,14 @@
 A prompt that is asked for several times is read once. A row that has finished leaves the batch and
 its cache as soon as a quarter has, so the work shrinks with the rows that are left. Chance is drawn
 for each row and step, so what a row samples does not depend on when others leave, nor on which
-process samples it.
+process samples it. Another engine can take its place, see `Engine`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Rollouts:
     mask: Tensor  # (total,) bool, True where the next token is the policy's choice
     logprobs: Tensor  # (total,) of that token at sampling, nats
     terminated: Tensor  # (S,) bool: ended with a stop token; else truncated for length
+    policy_version: int  # optimiser steps that the weights had seen which sampled
 
     @property
     def lengths(self) -> Tensor:
@@ -47,6 +49,29 @@ class Rollouts:
         return [ids[len(prompt.ids) :] for ids, prompt in rows]
 
 
+class Engine(Protocol):
+    """What samples for `ppo.run(config, engine=…)`: `generate` here, or a server of your own."""
+
+    def __call__(
+        self,
+        policy: Policy,
+        prompts: Sequence[Prompt],
+        stop: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        generator: torch.Generator,
+        version: int,
+        rows: Sequence[int] | None = None,
+    ) -> Rollouts:
+        """Takes what `generate` takes; a row's log-probs are of the whole softmax.
+
+        Seeds are to be drawn from `generator`, whose state is in the checkpoint, and for all
+        prompts, as every process draws. `rollouts_of` makes the answer.
+        """
+        ...
+
+
 def generate(
     policy: Policy,
     prompts: Sequence[Prompt],
@@ -55,6 +80,7 @@ def generate(
     max_new_tokens: int,
     temperature: float,
     generator: torch.Generator,
+    version: int = 0,
     rows: Sequence[int] | None = None,
 ) -> Rollouts:
     """Samples one response to each prompt.
@@ -66,6 +92,7 @@ def generate(
         max_new_tokens: longest response.
         temperature: divides the logits, in sampling and in the log-probs.
         generator: the only source of chance.
+        version: how many optimiser steps the policy has seen.
         rows: which of the prompts to answer; not given, all. Chance is drawn for all of them.
 
     Returns:
@@ -80,17 +107,38 @@ def generate(
     with inference, torch.no_grad(), policy.autocast():
         tokens, logprobs, counts = _sample(policy, prompts, stop, temperature, chance)
     chosen = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
-    rows = [prompt.ids + response for prompt, response in zip(prompts, chosen, strict=True)]
-    ids, cu_seqlens = packed(rows, generator.device)
+    answered = torch.arange(max_new_tokens, device=counts.device) < counts[:, None]  # (S, N)
+    return rollouts_of(prompts, chosen, logprobs[answered], stop, version)
+
+
+def rollouts_of(
+    prompts: Sequence[Prompt],
+    responses: Sequence[Sequence[int]],
+    logprobs: Tensor,
+    stop: Sequence[int],
+    version: int,
+) -> Rollouts:
+    """Puts together what was sampled.
+
+    Args:
+        prompts: `S` of them.
+        responses: the ids of each, its stop token included.
+        logprobs: of all tokens of all responses, one response behind the other, in nats; on the
+            device that the rollouts are to be on.
+        stop: token ids that end a response.
+        version: how many optimiser steps the weights had seen.
+    """
+    both = list(zip(prompts, responses, strict=True))
+    ids, cu_seqlens = packed([[*prompt.ids, *chosen] for prompt, chosen in both], logprobs.device)
+    lengths = cu_seqlens.diff().long()
     starts = torch.tensor([len(p.ids) for p in prompts], dtype=torch.long, device=ids.device)
-    starts = starts.repeat_interleave(starts + counts)  # (total,)
+    starts = starts.repeat_interleave(lengths)  # (total,)
     mask = next_token_targets(ids, cu_seqlens)[1] & (position_ids(cu_seqlens) >= starts - 1)
-    answered = torch.arange(max_new_tokens, device=ids.device) < counts[:, None]  # (S, N)
     placed = torch.zeros(len(ids), device=ids.device)
-    placed[mask] = logprobs[answered]
-    ended = [row[-1] in stop for row in chosen]
+    placed[mask] = logprobs.float()
+    ended = [len(chosen) > 0 and chosen[-1] in stop for chosen in responses]
     terminated = torch.tensor(ended, dtype=torch.bool, device=ids.device)
-    return Rollouts(list(prompts), ids, cu_seqlens, mask, placed, terminated)
+    return Rollouts(list(prompts), ids, cu_seqlens, mask, placed, terminated, version)
 
 
 def _sample(

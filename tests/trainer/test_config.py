@@ -1,7 +1,9 @@
 import hashlib
 import json
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,8 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (GOOD_PPO, {"train": ""}, "train is missing"),
     (GOOD_PPO, {"model": ""}, "model is missing"),
     (GOOD_PPO, {"rewards": {}}, "rewards is empty"),
+    (GOOD_PPO, {"rewards": {"f.py:f": float("nan")}}, "weight of each part must be a number"),
+    (GOOD_PPO, {"rewards": {"f.py:f": float("inf")}}, "weight of each part must be a number"),
     (GOOD_PPO, {"updates": 0}, "updates must be positive"),
     (GOOD_PPO, {"max_new_tokens": 0}, "max_new_tokens must be positive"),
     (GOOD_PPO, {"temperature": 0.0}, "temperature must be positive"),
@@ -128,6 +132,7 @@ COMMON: dict[str, Change] = {
     "max_grad_norm": ({}, {"max_grad_norm": 1e-3}),
     "precision": ({}, {"precision": "bfloat16"}),
     "tensorboard": ({}, {"tensorboard": True}),
+    "tracker": ({}, {"tracker": "wandb"}),
     "keep_last_checkpoints": (
         {"save_every_steps": 1, "save_every_updates": 1},
         {"keep_last_checkpoints": 1},
@@ -265,9 +270,14 @@ def test_every_option_has_an_effect(
     bases: dict[str, Any],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if option.startswith("lora"):
         pytest.importorskip("peft", reason="needs the extra lora")
+    if option == "tracker":  # a stand-in: it says that it was called
+        tracked = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: print("tracked"))
+        stub = SimpleNamespace(__spec__="", init=lambda **_: tracked)
+        monkeypatch.setitem(sys.modules, "wandb", stub)
     run, config = bases[stage]
     base, change = {"sft": SFT, "reward": REWARD, "ppo": PPO}[stage][option]
     known = {item.name for item in fields(config)}

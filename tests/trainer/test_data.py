@@ -171,11 +171,15 @@ def test_long_rows_are_left_out_and_counted(
         ('{"text": "a"}\n{"txt": "b"}', r"line 2: needs 'prompt' or 'text'.* got the keys"),
         ('{"text": 5}', "line 1: needs 'prompt' or 'text', texts or lists of messages"),
         ("[1]", "line 1: needs 'prompt' or 'text'"),
+        ('{"text": []}', "line 1: needs 'prompt' or 'text', texts or lists of messages"),
+        ('{"text": ["a"]}', "line 1: needs 'prompt' or 'text', texts or lists of messages"),
+        ('{"text": [{"content": "a"}]}', "line 1: needs 'prompt' or 'text', texts or lists of"),
+        (b'{"text": "a"}\n{"text": "\xff"}', "line 2: not UTF-8"),
     ],
 )
-def test_bad_files(tmp_path: Path, content: str, sentence: str) -> None:
+def test_bad_files(tmp_path: Path, content: str | bytes, sentence: str) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=sentence):
         read_rows(str(path), "prompt", "text")
 

@@ -12,7 +12,7 @@ from trainer.config import PPOConfig, UserError
 from trainer.data import Prompt, packed
 from trainer.experience import Experience, make_experience
 from trainer.rollout import Rollouts
-from trainer.scoring import RewardPart, load_function, load_rewards, score
+from trainer.scoring import RewardPart, Scaling, load_function, load_rewards, score
 
 CONFIG = PPOConfig(gamma=1.0, gae_lambda=0.5, temperature=0.7)
 REF = {7: -1.5, 8: -0.5, 9: -2.0}  # log-probs of the reference by token
@@ -128,6 +128,44 @@ def test_a_reward_model_reads_the_end_token(trained: dict, tokenizer: Any) -> No
     torch.testing.assert_close(part.score(ended)[0], whole[-1])
 
 
+def test_a_reward_model_reads_its_end_token_behind_another_stop_token(
+    trained: dict, tokenizer: Any
+) -> None:
+    """A chat template's stop token ended the response; in training the EOS stood behind it."""
+    (part,) = load_rewards({trained["reward_model"]: 1.0}, tokenizer, torch.device("cpu"), 1024)
+    ids = tokenizer("the film is good").input_ids
+    stopped = make_rollouts([[*ids, 9], [*ids, 2]], [2, 2], [True, True])
+    assert part.model is not None
+    whole = part.model(*packed([[*ids, 9, 2], [*ids, 2]]))
+    expected = torch.stack([whole[len(ids) + 1], whole[-1]])
+    torch.testing.assert_close(part.score(stopped), expected)
+
+
+def test_what_is_not_learned_from_does_not_move_the_scale() -> None:
+    """A sequence without a response token, and one that is dropped, get no score."""
+    rollouts = make_rollouts([[5, 7], [5], [5, 9], [5, 9]], [1] * 4, [False, False, True, True])
+    given = torch.tensor([1e6, -1e6, 1.0, 3.0])
+    parts = [RewardPart("a", 1.0, lambda _: given)]
+    scaling = Scaling("mean_std", None)
+    total, _ = score(parts, rollouts, 0.0, scaling, drop_truncated=True)
+    assert total.tolist()[2:] == [-1.0, 1.0]
+    assert scaling.moments.tolist() == [2.0, 4.0, 10.0]
+    scaling = Scaling("mean_std", None)
+    score(parts, rollouts, 0.0, scaling)
+    assert scaling.moments[0] == 3
+
+
+def test_a_sequence_without_a_response_token_gets_no_score() -> None:
+    """Packed between two others, which have what they have alone."""
+    rows, ends = [[5, 7], [5, 6], [5, 8, 9]], [True, False, True]
+    x = experience(make_rollouts(rows, [1, 2, 1], ends), [1.0, 100.0, 2.0])
+    y = experience(make_rollouts(rows[::2], [1, 1], [True, True]), [1.0, 2.0])
+    assert (x.rewards[2:4] == 0).all() and not x.mask[2:4].any()
+    for name in ("rewards", "advantages", "mask", "kl"):
+        kept = getattr(x, name)[[0, 1, 4, 5, 6]]
+        torch.testing.assert_close(kept, getattr(y, name))
+
+
 def test_a_reward_function_gets_texts_and_columns(tokenizer: Any, tmp_path: Any) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
@@ -157,6 +195,8 @@ def test_a_reward_function_gets_texts_and_columns(tokenizer: Any, tmp_path: Any)
         ("return 1.0", "must return a list of 1 numbers"),
         ("return [1.0, 2.0]", "must return a list of 1 numbers"),
         ("return [float('nan')]", "not finite"),
+        ("return ['good']", "must return a list of 1 numbers"),
+        ("return [None]", "must return a list of 1 numbers"),
     ],
 )
 def test_a_reward_function_that_misbehaves(
@@ -170,12 +210,35 @@ def test_a_reward_function_that_misbehaves(
 
 
 @pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({}, "missing a required argument: 'stars'"),
+        ({"stars": 5, "year": 1}, "got an unexpected keyword argument 'year'"),
+        ({"stars": 5, "prompts": 1}, "multiple values for argument 'prompts'"),
+    ],
+)
+def test_columns_that_do_not_fit_a_reward_function(
+    tokenizer: Any, tmp_path: Any, columns: dict[str, Any], sentence: str
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def f(prompts, completions, stars):\n    return [1.0] * len(stars)\n")
+    (part,) = load_rewards({f"{path}:f": 1.0}, tokenizer, torch.device("cpu"), 64)
+    rollouts = make_rollouts([[5, 7]], [1], [True])
+    rollouts.prompts = [Prompt([5], "x", {"stars": 5})]
+    assert part.score(rollouts).tolist() == [1.0]
+    rollouts.prompts = [Prompt([5], "x", columns)]
+    with pytest.raises(UserError, match=rf"mine\.py:f: {sentence}.* columns"):
+        part.score(rollouts)
+
+
+@pytest.mark.parametrize(
     ("source", "sentence"),
     [
         ("no_such_module:f", "cannot be imported"),
         ("no_such_file.py:f", "cannot be imported"),
         ("math:no_such_name", "has no function 'no_such_name'"),
         ("math:pi", "has no function 'pi'"),
+        (":f", "cannot be imported"),
     ],
 )
 def test_a_reward_function_that_is_not_there(source: str, sentence: str) -> None:

@@ -1,5 +1,7 @@
 import json
 import math
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from tiny import make_rollouts
 
 from trainer import metrics as m
 from trainer import ppo
-from trainer.config import PPOConfig
+from trainer.config import PPOConfig, UserError
 from trainer.experience import make_experience
 from trainer.metrics import Metrics, RunLog, distinct, repeated
 from trainer.scoring import score
@@ -133,3 +135,91 @@ def test_T18_text_is_printed_as_it_is(
     printed = capsys.readouterr().out
     assert "a [/b] [bold]text[/bold] </script> \\[x]" in printed
     assert "[/b]: [/i] [red]" in printed or "[/b] 1/1: [/i] [red]" in printed
+
+
+def test_T18_names_and_control_characters_are_printed_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Folders may bear names that rich would read as markup, texts what a terminal obeys."""
+    m.console.print("runs/[/b] [red] :smile:")
+    m.console.print(m.plain("\x1b[31mred\x07 \x9b2J \r\x00\t[b]\n"))
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0] == "runs/[/b] [red] :smile:"
+    assert "\\x1b[31mred\\x07 \\x9b2J \\r\\x00" in printed and "[b]" in printed
+    assert not set("\x1b\x07\x9b\r\x00") & set(printed)
+    log = RunLog(tmp_path, "sft", 1, tensorboard=False)
+    log.print("\x1b]0;title\x07")
+    log.close()
+    assert "\\x1b]0;title\\x07" in capsys.readouterr().out
+
+
+def test_the_progress_of_a_run_and_three_samples(
+    ppo_config: PPOConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ppo.run(replace(ppo_config, updates=4, sample_every=2))
+    lines = capsys.readouterr().out.splitlines()
+    number = r"[-+]?\d+(\.\d+)?"
+    told = rf"ppo \d/4: score {number}, KL {number} nats, \d+ tokens, \d+ tokens/s, \d+ s left"
+    assert sum(bool(re.fullmatch(told, line)) for line in lines) == 4
+    samples = [line for line in lines if re.match(rf"  \[score {number}, KL {number}\] the ", line)]
+    assert len(samples) == 6
+
+
+def test_each_part_of_the_score_is_logged_on_its_own(ppo_config: PPOConfig) -> None:
+    judge = str(Path(__file__).parent / "judges.py:length")
+    (model,) = ppo_config.rewards
+    ppo.run(replace(ppo_config, rewards={model: 2.0, judge: -0.5}, updates=1))
+    row = json.loads(Path(ppo_config.run_dir, "metrics.jsonl").read_text())
+    parts = [row[f"objective/scores/{name}"] for name in (Path(model).name, "length")]
+    assert row["objective/scores"] == pytest.approx(2 * parts[0] - 0.5 * parts[1], abs=1e-5)
+    assert parts[1] > 5
+
+
+class Tracker:
+    """Stands for wandb and trackio: what of them is used, and no more."""
+
+    __spec__ = "as a module's"
+
+    def __init__(self) -> None:
+        self.runs: list[dict[str, Any]] = []
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.finished = 0
+
+    def init(self, *, project: str, name: str, group: str, config: dict[str, Any]) -> "Tracker":
+        self.runs.append({"project": project, "name": name, "group": group, "config": config})
+        return self
+
+    def log(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.rows.append((step, metrics))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_the_rows_of_a_run(
+    name: str, ppo_config: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = Tracker()
+    monkeypatch.setitem(sys.modules, name, tracker)
+    config = replace(ppo_config, tracker=name, truncation="drop", max_new_tokens=1)
+    ppo.run(config)
+    (run,) = tracker.runs
+    assert (run["project"], run["name"], run["group"]) == ("ppokern", "ppo", config.run_dir)
+    assert (run["config"]["model"], run["config"]["tracker"]) == (config.model, name)
+    lines = Path(config.run_dir, "metrics.jsonl").read_text().splitlines()
+    written = [json.loads(line) for line in lines]
+    known = [{k: v for k, v in row.items() if v is not None and k != "stage"} for row in written]
+    assert [{"step": step} | row for step, row in tracker.rows] == known
+    assert any(None in row.values() for row in written)  # means of nothing are no points
+    assert tracker.finished == 1
+
+
+def test_a_tracker_that_is_not_there(
+    ppo_config: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)  # importing it fails
+    with pytest.raises(UserError, match=r"tracker needs trackio: pip install 'ppokern\[trackio\]'"):
+        ppo.run(replace(ppo_config, tracker="trackio"))
+    assert not Path(ppo_config.run_dir).exists()  # nothing was begun

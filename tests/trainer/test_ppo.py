@@ -11,13 +11,14 @@ from tiny import make_rollouts
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from trainer import ppo
+from trainer import ppo, report
 from trainer.config import PPOConfig
 from trainer.experience import Experience
 from trainer.metrics import Metrics
 from trainer.models import Policy
 from trainer.optimise import adamw, clipped_step
 from trainer.ppo import KLController, Models
+from trainer.rollout import Rollouts, generate, rollouts_of
 
 
 def made(rows: list[list[int]], start: int, advantages: list[float], models: Models) -> Experience:
@@ -323,7 +324,8 @@ NAMES = """
     response/repetition response/distinct_1 response/distinct_2
     response/score_length_correlation consistency/ratio_error_max
     consistency/logprob_difference time/rollout time/experience time/learn time/tokens_per_second
-    memory/peak_bytes optimizer_steps skipped_steps objective/unscored
+    memory/peak_bytes optimizer_steps skipped_steps objective/unscored objective/kl_k3
+    objective/kl_per_token
 """
 
 
@@ -418,3 +420,51 @@ def test_samples_per_prompt_answers_each_prompt_so_often(
         assert sorted(asked) == sorted(["the film", "the plot", "the cast is"] * 2)
         assert asked[::2] == asked[1::2]
     assert seen[0] != seen[1]
+
+
+def test_P4_an_update_with_nothing_to_learn_from(ppo_config: PPOConfig) -> None:
+    """Every response is cut and dropped: nothing moves, and means of nothing are null."""
+    config = replace(
+        ppo_config,
+        truncation="drop",
+        max_new_tokens=1,
+        sample_every=1,
+        kl_controller="adaptive",
+        kl_target_per_token=0.1,
+        reward_scaling="mean_std",
+        best_metric="eval/score",
+        heldout=ppo_config.train + ".heldout",
+    )
+    Path(config.heldout).write_bytes(Path(config.train).read_bytes())
+    ppo.run(config)
+    for row in rows_of(config.run_dir):
+        assert (row["objective/unscored"], row["objective/scores"]) == (8, None)
+        assert (row["loss/policy_avg"], row["grad_norm/policy"], row["kl_coef"]) == (0, 0, 0.1)
+    assert math.isfinite(row["eval/score"])
+    report.run(config.run_dir)
+    for name in ("policy", "critic"):
+        start = {"policy": config.model, "critic": config.critic}[name]
+        same = [Path(x, "model.safetensors") for x in (start, f"{config.run_dir}/{name}")]
+        assert same[0].read_bytes() == same[1].read_bytes()
+
+
+def test_a_response_without_a_token_is_counted_and_gets_no_score(ppo_config: PPOConfig) -> None:
+    def engine(policy: Policy, prompts: Any, stop: Any, **options: Any) -> Rollouts:
+        found = generate(policy, prompts, stop, **options)
+        kept = found.mask.clone()
+        ends = found.cu_seqlens.tolist()
+        kept[ends[1] : ends[2]] = False  # the second answers nothing
+        responses = found.responses()
+        responses[1] = []
+        return rollouts_of(prompts, responses, found.logprobs[kept], stop, options["version"])
+
+    ppo.run(replace(ppo_config, missing_eos_penalty=50.0, sample_every=1), engine=engine)
+    for row in rows_of(ppo_config.run_dir):
+        assert row["objective/unscored"] == 1
+        assert all(math.isfinite(value) for value in row.values() if value != "ppo")
+        whole = 8 * row["response/truncated"]  # the empty one is one of them
+        penalty = 50 * (whole - 1) / 7
+        name = Path(next(iter(ppo_config.rewards))).name
+        assert row["objective/scores"] == pytest.approx(
+            row[f"objective/scores/{name}"] - penalty, abs=1e-4
+        )

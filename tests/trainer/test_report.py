@@ -146,3 +146,43 @@ def test_sampling_is_repeatable(run_dir: str, models: Any, ppo_config: PPOConfig
     first = sample.respond(*args, ppo_config)
     assert first == sample.respond(*args, ppo_config)
     assert first != sample.respond(*args, replace(ppo_config, seed=5))
+
+
+def test_sample_of_an_unfinished_run_says_so(
+    run_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_bytes(Path(run_dir, "config.yaml").read_bytes())
+    assert cli.main(["sample", str(tmp_path), "--prompt", "the film"]) == 2
+    assert f"is not finished: go on with `resume {tmp_path}`" in capsys.readouterr().err
+
+
+def test_rewards_named_as_the_sides_of_a_comparison(run_dir: str, tmp_path: Path) -> None:
+    """`facts` puts NAME_before and NAME_after into one row; a reward may bear either name."""
+    summary = {"x_before": 1.0, "x_after": 2.0, "scores/f_before": 3.0, "scores/g_after": 4.0}
+    shown = "".join(Page(f"<table>{report.facts(summary)}</table>").text)
+    assert shown == "x, before and after12scores/f_before3scores/g_after4"
+
+
+EVIL = "a\x1b]0;title\x07\x1b[31mred\x9b2J\rb\x00\tc\nd"
+
+
+def test_T18_control_characters_are_shown_and_not_obeyed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    side = {"prompt": EVIL, "text": EVIL, "score": 1.0, "kl": 2.0}
+    sample.show([{"before": side, "after": side}])
+    printed = capsys.readouterr().out
+    assert not set("\x1b\x07\x9b\r\x00") & set(printed)
+    assert "\\x1b" in printed and "\\x07" in printed
+
+
+def test_sample_shows_the_reward_function_what_it_asks_for(
+    run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Columns are of the data: a prompt on the command line has none."""
+    path = tmp_path / "mine.py"
+    path.write_text("def f(prompts, completions, noun):\n    return [0.0] * len(noun)\n")
+    config = replace(sample.read_config(run_dir), rewards={f"{path}:f": 1.0})
+    monkeypatch.setattr(sample, "read_config", lambda _: config)
+    assert cli.main(["sample", run_dir, "--prompt", "the film"]) == 2
+    assert f"{path}:f: missing a required argument: 'noun'" in capsys.readouterr().err

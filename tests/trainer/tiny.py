@@ -33,4 +33,4 @@ def make_rollouts(
     mask = torch.tensor([n <= i + 1 < len(row) for row, n in places for i in range(len(row))])
     prompts = [Prompt(list(row[:n]), "", {}) for row, n in zip(rows, starts, strict=True)]
     logprobs = torch.where(mask, logprob, 0.0)
-    return Rollouts(prompts, ids, cu_seqlens, mask, logprobs, torch.tensor(terminated))
+    return Rollouts(prompts, ids, cu_seqlens, mask, logprobs, torch.tensor(terminated), 0)
