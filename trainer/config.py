@@ -334,10 +334,6 @@ class PPOConfig(Stage):
             self.lora_rank is not None or self.lora_alpha == PPOConfig.lora_alpha,
             "lora_alpha has no effect without a lora_rank",
         )
-        require(
-            self.lora_rank is None or self.parallel == "ddp",
-            "lora_rank goes with parallel ddp: its weights are held once for policy and reference",
-        )
         if self.critic_kind == "head":
             require(not self.critic, "critic has no effect where critic_kind is head")
         else:
