@@ -2,8 +2,9 @@
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python -m benchmarks.processes FOLDER
 
-FOLDER is made, for a model of random weights and the runs. Seconds are CPU seconds of an update,
-both processes together; bytes are those that the loopback device counts, other programs' as well.
+FOLDER is made, for a model of random weights and the runs. CPU seconds of an update are both
+processes' together, its other seconds the clock's; bytes are those that the loopback device counts,
+other programs' as well.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,15 +63,17 @@ def measure(folder: Path, way: str) -> None:
     short = replace(config, run_dir=config.run_dir + "-warm", updates=1)
     ppo.run(short, overwrite=True)
     usage, carried = resource.getrusage(resource.RUSAGE_SELF), sent()
-    began = usage.ru_utime + usage.ru_stime
+    began, clock = usage.ru_utime + usage.ru_stime, time.perf_counter()
     ppo.run(config, overwrite=True)
+    elapsed = time.perf_counter() - clock
     usage = resource.getrusage(resource.RUSAGE_SELF)
     seconds = sum(distributed.gathered(usage.ru_utime + usage.ru_stime - began))
     mib = max(distributed.gathered(usage.ru_maxrss)) / 1024
     steps = UPDATES * config.ppo_epochs * config.minibatches
     if distributed.first():
         print(
-            f"{way}: {seconds / UPDATES:.1f} CPU s an update, {mib:,.0f} MiB a process, "
+            f"{way}: {seconds / UPDATES:.1f} CPU s and {elapsed / UPDATES:.1f} s an update, "
+            f"{mib:,.0f} MiB a process, "
             f"{(sent() - carried) / steps / 2**20:.1f} MiB sent a step",
             file=sys.stderr,
         )

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ import torch.multiprocessing as mp
 def _child(rank: int, port: int, size: int, fn: Callable[..., Any], queue: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    limit = timedelta(minutes=2)  # reached where the two no longer do the same
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=limit)
     try:
         queue.put((rank, fn(rank)))
         dist.barrier()

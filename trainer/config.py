@@ -358,10 +358,6 @@ class PPOConfig(Stage):
             "lora_alpha has no effect without a lora_rank",
         )
         require(
-            self.lora_rank is None or self.parallel == "ddp",
-            "lora_rank goes with parallel ddp: its weights are held once for policy and reference",
-        )
-        require(
             not self.offload_frozen or self.lora_rank is None,
             "offload_frozen does not go with lora_rank: the reference has the policy's weights",
         )

@@ -8,15 +8,21 @@ process nothing here does anything.
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,8 +37,10 @@ from transformers import PreTrainedModel
 from .config import UserError
 
 # A process that dies ends the others at once: torchrun stops them, and gloo sees its socket close.
-# This is for one that lives and does nothing, and leaves time to write a checkpoint.
-TIMEOUT = timedelta(minutes=10)
+# One that is stopped or frozen is silent, see `_heart`. This is for one that is heard of and comes
+# to no end; the others wait so long for a checkpoint, or for a slow reward function.
+TIMEOUT = timedelta(minutes=30)
+BEAT, SILENCE = 1.0, 45.0  # seconds
 
 Module = TypeVar("Module", bound=nn.Module)
 Item = TypeVar("Item")
@@ -49,8 +57,57 @@ def processes() -> Iterator[None]:
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
-    yield
+    over = threading.Event()
+    heart = threading.Thread(target=_heart, args=(over,), daemon=True)
+    heart.start()
+    try:
+        yield
+        gathered(None)  # the first may have much left to write, and must be heard of until then
+    finally:
+        over.set()
+        heart.join(BEAT)
     dist.destroy_process_group()  # not after an error: it would wait for those that are stuck
+
+
+def _heart(over: threading.Event) -> None:
+    """Beats once a second, and ends the run when the next process has not done so for long.
+
+    A process that works or waits still beats, however long that takes; one that is stopped does
+    not. torch has nothing like it: gloo's time-out and `monitored_barrier` cannot tell the two
+    apart, and torchrun's timers are off but for a variable that is set before it starts. Silence
+    is counted in own beats, so that a machine that slept ends nothing.
+    """
+    try:
+        _beat(over)
+    except RuntimeError as error:  # the store is torchrun's
+        if not over.is_set():
+            _end(f"torchrun has gone: {error}")
+
+
+def _beat(over: threading.Event) -> None:
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(*address, is_master=False, wait_for_workers=False)  # calls on one wait in line
+    me, other = rank(), (rank() + 1) % size()
+    place = [socket.gethostname(), os.getppid()]
+    store.set(f"place {me}", json.dumps([*place, os.getpid()]))
+    heard, missed = 0, 0
+    while not over.wait(BEAT):
+        store.add(f"beats {me}", 1)
+        before, heard = heard, store.add(f"beats {other}", 0)
+        missed = missed + 1 if heard == before else 0
+        if missed * BEAT >= SILENCE:
+            *where, pid = json.loads(store.get(f"place {other}"))
+            why = f"process {other} has been silent for {SILENCE:g} s: it is stopped or frozen"
+            _end(why, pid if where == place else None)
+
+
+def _end(why: str, other: int | None = None) -> None:
+    """Ends this process, and one beside it that would not listen to torchrun for half a minute."""
+    print(f"error: {why}", file=sys.stderr, flush=True)
+    if other is not None:
+        with suppress(ProcessLookupError):
+            os.kill(other, signal.SIGKILL)
+    os._exit(1)
 
 
 def group() -> dist.ProcessGroup | None:
@@ -147,7 +204,7 @@ def wrap(module: Module, parallel: Literal["ddp", "fsdp"]) -> Module:
 
     Its `forward` goes from token ids to log-probs, values or loss, so all that reads a weight is
     inside. FSDP2 gathers a block's weights when the block runs, the root's (embeddings and head,
-    tied or not) for the whole of `forward`.
+    tied or not) for the whole of `forward`. Those that are not trained stay whole.
     """
     if size() == 1:
         return module
@@ -155,9 +212,10 @@ def wrap(module: Module, parallel: Literal["ddp", "fsdp"]) -> Module:
         wrapper: Any = Replicated(module)
         wrapper.broadcast_buffers = False  # they are constants; and then no forward pass waits
         return wrapper
+    frozen = {p for p in module.parameters() if not p.requires_grad}  # the reference has them too
     for block in blocks_of(module):
-        fully_shard(block, reshard_after_forward=True)
-    fully_shard(module, reshard_after_forward=False)
+        fully_shard(block, reshard_after_forward=True, ignored_params=frozen)
+    fully_shard(module, reshard_after_forward=False, ignored_params=frozen)
     return module
 
 
@@ -193,10 +251,12 @@ def whole(*modules: nn.Module) -> Iterator[None]:
     for part, _ in shards:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
-    yield
-    for part, again in shards:
-        part.reshard()
-        part.set_reshard_after_forward(again, recurse=False)
+    try:
+        yield
+    finally:
+        for part, again in shards:
+            part.reshard()
+            part.set_reshard_after_forward(again, recurse=False)
 
 
 def model_state(module: nn.Module) -> dict[str, Tensor]:
@@ -243,16 +303,23 @@ def _other_names(module: nn.Module) -> dict[str, str]:
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state of an optimiser, the same whether its parameters are sharded. All must call it."""
+    """The state of an optimiser, the same whether its parameters are sharded. All must call it.
+
+    Sharded moments are whole in the first process only.
+    """
     state = optimizer.state_dict()
     state["state"] = {
-        index: {
-            name: x.full_tensor().cpu() if isinstance(x, DTensor) else x
-            for name, x in moments.items()
-        }
+        index: {name: _for_first(x) for name, x in moments.items()}
         for index, moments in state["state"].items()
     }
     return state
+
+
+def _for_first(x: Any) -> Any:
+    if not isinstance(x, DTensor):
+        return x
+    whole = x.full_tensor()
+    return whole.cpu() if first() else whole.new_empty(0)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -60,8 +60,11 @@ class Evaluation:
             return
         frozen = [reference, *models_of([*rewards, *self.judges])]
         away = lent(self.device, *frozen if config.offload_frozen else ())
+        found = Metrics()
         with metrics.timed("time/evaluation"), distributed.whole(policy), away:
-            self.measure(policy, reference, rewards, metrics)
+            self.measure(policy, reference, rewards, found)
+        found.across_processes()  # so that all of them find it better, or none
+        metrics.take(found)
         if config.best_metric is None:
             return
         value = metrics.mean(config.best_metric)
@@ -73,7 +76,7 @@ class Evaluation:
     def measure(
         self, policy: Policy, reference: Policy, rewards: Sequence[RewardPart], metrics: Metrics
     ) -> None:
-        """One response to each prompt: score, KL to the reference, verdict."""
+        """One response to each of this process's prompts: score, KL to the reference, verdict."""
         config = self.config
         rollouts = generate(
             policy,
@@ -82,6 +85,7 @@ class Evaluation:
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             generator=torch.Generator(self.device).manual_seed(config.seed),
+            rows=distributed.share(len(self.prompts)),
         )
         ends, tokens = rollouts.cu_seqlens, config.max_tokens_per_micro_batch
         ref = partial(reference, temperature=config.temperature)

@@ -54,21 +54,27 @@ def add_adapter(policy: Policy, folder: str, rank: int, alpha: float, seed: int)
     return reference.requires_grad_(False)
 
 
-def adapter_of(policy: Policy) -> nn.Module:
+def adapter_of(lm: nn.Module) -> nn.Module:
     """The parameters that a policy learns in, and no others: what a checkpoint keeps of it."""
-    learned = {name: p for name, p in policy.lm.named_parameters() if p.requires_grad}
+    learned = {name: p for name, p in lm.named_parameters() if p.requires_grad}
     return nn.ParameterDict({name.replace(".", "/"): p for name, p in learned.items()})
 
 
 def save_policy(folder: Path, lm: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes a plain transformers folder; of an adapter what peft does, and what it belongs to."""
+    """Writes a plain transformers folder; of an adapter what peft does, and what it belongs to.
+
+    All processes must call it, the first writes.
+    """
     if not hasattr(lm, "peft_config"):
         save_model(folder, lm, tokenizer)
-    if not (hasattr(lm, "peft_config") and distributed.first()):
+        return
+    state = distributed.model_state(adapter_of(lm))
+    if not distributed.first():
         return
     options = lm.peft_config["default"]
     base = options.base_model_name_or_path
-    learned = _peft().get_peft_model_state_dict(lm)
+    named = {name.replace("/", "."): x for name, x in state.items()}
+    learned = _peft().get_peft_model_state_dict(lm, named)
     tensors = {f"base_model.model.{name}": x.contiguous() for name, x in learned.items()}
     with staged(folder) as aside:
         options.save_pretrained(aside)

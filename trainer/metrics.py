@@ -65,11 +65,17 @@ class Metrics:
         self.add(name, time.perf_counter() - began)
 
     def across_processes(self) -> None:
-        """Adds up what all processes took in, under the same names."""
-        rows = [[float(total), float(count)] for total, count in self._pairs.values()]
-        pairs = torch.tensor(rows, dtype=torch.float64)
-        totals = distributed.total(pairs).tolist()
-        self._pairs = dict(zip(self._pairs, totals, strict=True))
+        """Adds up what all processes took in; a name may be known to some of them alone."""
+        mine = {name: (float(total), float(count)) for name, (total, count) in self._pairs.items()}
+        self._pairs = {}
+        for pairs in distributed.gathered(mine):
+            for name, pair in pairs.items():
+                self.add_sum(name, *pair)
+
+    def take(self, others: Metrics) -> None:
+        """Takes in all that others took in."""
+        for name, pair in others._pairs.items():
+            self.add_sum(name, *pair)
 
     def total(self, name: str) -> float:
         """The sum alone."""

@@ -186,7 +186,7 @@ def run(
     shuffle = torch.Generator().manual_seed(config.seed)  # of minibatches
 
     parts = {
-        "policy": adapter_of(models.policy) if config.lora_rank else models.policy,
+        "policy": adapter_of(models.policy.lm) if config.lora_rank else models.policy,
         "critic": models.critic,
         "policy_optimizer": trained[0][1],
         "critic_optimizer": trained[1][1],

@@ -1,6 +1,8 @@
 """Two real processes beside one: the same loss, gradients, metrics, weights, checkpoints."""
 
+import contextlib
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -23,15 +25,18 @@ from torch.distributed.tensor import DTensor
 from ppokern import linear_selected_logprobs
 from trainer import distributed, ppo, reward, sft
 from trainer.config import PPOConfig, RewardConfig, SFTConfig
+from trainer.data import packed
 from trainer.metrics import VARYING, Metrics
+from trainer.optimise import adamw
 
-ROUNDED = (
-    "optimizer policy_optimizer critic_optimizer kl_controller reward_scaling evaluation".split()
-)
+ROUNDED = "optimizer policy_optimizer critic_optimizer kl_controller reward_scaling".split()
 STAGES: dict[type, Any] = {PPOConfig: ppo, SFTConfig: sft, RewardConfig: reward}
 WAYS = ("ddp", "fsdp")
+BACK = ("ppo", "ppo_lora")  # saved by two, gone on with by one, and the other way round
 REWARD = """
-import os, signal
+import os, signal, time
+
+answered = []
 
 
 def vowels(prompts, completions):
@@ -44,10 +49,43 @@ def broken(prompts, completions):
     return vowels(prompts, completions)
 
 
+def not_finite(prompts, completions):
+    return [float("nan") if os.environ["RANK"] == "1" else 0.0 for _ in completions]
+
+
 def killed(prompts, completions):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     return vowels(prompts, completions)
+
+
+def orphaned(prompts, completions):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+    return vowels(prompts, completions)
+
+
+def stopped(prompts, completions):
+    # first slower than a silent process may be, then silent
+    if os.environ["RANK"] == "1":
+        if not answered:
+            time.sleep(8)
+        else:
+            print("stopped at", time.monotonic(), flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+    answered.append(len(prompts))
+    return vowels(prompts, completions)
+"""
+# The command line, but that a process may be silent for so long.
+IMPATIENT = """
+import sys
+
+from trainer import distributed
+from trainer.__main__ import main
+
+distributed.SILENCE = 4.0
+sys.exit(main())
 """
 
 
@@ -57,7 +95,15 @@ def start(config: Any, run_dir: Path, resume: bool = False, **options: Any) -> N
 
 @pytest.fixture(scope="module")
 def configs(text: Path, untrained: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Five rows to a step: two for one process, three for the other; and steps of one row."""
+    """Five rows to a step: two for one process, three for the other; and steps of one row.
+
+    Of the responses of `ppo_choices` some end, at one of many tokens, the others are left out.
+    """
+    ending = tmp_path_factory.mktemp("ending") / "model"
+    shutil.copytree(untrained, ending)
+    options = json.loads((ending / "generation_config.json").read_text())
+    options["eos_token_id"] = list(range(0, 280, 8))
+    (ending / "generation_config.json").write_text(json.dumps(options))
     source = tmp_path_factory.mktemp("reward") / "reward.py"
     source.write_text(REWARD)
     data = {"train": str(text / "train.jsonl"), "heldout": str(text / "heldout.jsonl")}
@@ -85,6 +131,7 @@ def configs(text: Path, untrained: str, tmp_path_factory: pytest.TempPathFactory
         save_every_updates=1,
         check_every=1,
     )
+    lora = replace(ppo_config, lora_rank=2, lora_alpha=4.0, learning_rate=1e-2)
     return {
         "sft": SFTConfig(**data, **steps, sequences_per_step=5),
         "reward": RewardConfig(**pairs, **steps, pairs_per_step=5),
@@ -93,6 +140,8 @@ def configs(text: Path, untrained: str, tmp_path_factory: pytest.TempPathFactory
         "reward_empty": RewardConfig(**pairs, **steps, pairs_per_step=1),
         "ppo_choices": replace(
             ppo_config,
+            model=str(ending),
+            truncation="drop",
             critic_kind="head",
             gradient_checkpointing=True,
             critic_warmup_updates=1,
@@ -104,7 +153,8 @@ def configs(text: Path, untrained: str, tmp_path_factory: pytest.TempPathFactory
             best_metric="eval/rlhf_reward",
         ),
         "ppo_empty": replace(ppo_config, episodes_per_update=1, minibatches=1),
-    }
+        "ppo_penalty": replace(ppo_config, objective="penalty", penalty_target_per_token=1e-4),
+    } | ({"ppo_lora": lora} if importlib.util.find_spec("peft") else {})
 
 
 def do_all(configs: dict[str, Any], folder: Path, rank: int) -> None:
@@ -113,7 +163,8 @@ def do_all(configs: dict[str, Any], folder: Path, rank: int) -> None:
     for way in WAYS:
         for name, config in configs.items():
             start(config, folder / way / name, parallel=way)
-        start(configs["ppo"], folder / way / "back", resume=True, parallel=way)
+        for name in filter(configs.__contains__, BACK):
+            start(configs[name], folder / way / f"{name}_back", resume=True, parallel=way)
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +173,13 @@ def runs(configs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("runs")
     for name, config in configs.items():
         start(config, folder / "one" / name)
-    for way in WAYS:
-        cut(folder / "one/ppo", folder / way / "back")
+    ways = [(way, name) for way in WAYS for name in filter(configs.__contains__, BACK)]
+    for way, name in ways:
+        cut(folder / "one" / name, folder / way / f"{name}_back")
     ranks.run(functools.partial(do_all, configs, folder))
-    for way in WAYS:
-        cut(folder / way / "ppo", folder / "one" / way)
-        start(configs["ppo"], folder / "one" / way, resume=True)
+    for way, name in ways:
+        cut(folder / way / name, folder / "one" / f"{name}_{way}")
+        start(configs[name], folder / "one" / f"{name}_{way}", resume=True)
     return folder
 
 
@@ -152,18 +204,26 @@ def assert_same(run: Path, other: Path) -> None:
     for name in files:
         a, b = (safetensors.torch.load_file(folder / name) for folder in (run, other))
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
-    for name in (path.relative_to(run) for path in run.rglob("*optimizer.pt")):
-        a, b = (torch.load(folder / name, weights_only=True) for folder in (run, other))
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
     for name in (path.relative_to(run) for path in run.rglob("*.pt")):
-        if name.stem not in ROUNDED:
-            a, b = (torch.load(folder / name, weights_only=True) for folder in (run, other))
+        a, b = (torch.load(folder / name, weights_only=True) for folder in (run, other))
+        if name.stem in ROUNDED:
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+        elif name.stem != "evaluation":  # its best is among the metrics
             assert plain(a) == plain(b)  # data order, generators: nothing to round
 
 
+STAGE = "sft reward ppo ppo_choices ppo_penalty ppo_lora".split()
+
+
+def needs(stage: str) -> None:
+    if stage == "ppo_lora":
+        pytest.importorskip("peft", reason="needs the extra lora")
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo", "ppo_choices"])
+@pytest.mark.parametrize("stage", STAGE)
 def test_two_processes_do_what_one_does(runs: Path, stage: str, way: str) -> None:
+    needs(stage)
     assert_same(runs / "one" / stage, runs / way / stage)
 
 
@@ -174,13 +234,42 @@ def test_so_they_do_if_one_has_no_row(runs: Path, stage: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_saved_by_two_is_gone_on_with_by_one(runs: Path, way: str) -> None:
-    assert_same(runs / "one/ppo", runs / "one" / way)
+@pytest.mark.parametrize("stage", BACK)
+def test_a_run_saved_by_two_is_gone_on_with_by_one(runs: Path, stage: str, way: str) -> None:
+    needs(stage)
+    assert_same(runs / "one" / stage, runs / "one" / f"{stage}_{way}")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_saved_by_one_is_gone_on_with_by_two(runs: Path, way: str) -> None:
-    assert_same(runs / "one/ppo", runs / way / "back")
+@pytest.mark.parametrize("stage", BACK)
+def test_a_run_saved_by_one_is_gone_on_with_by_two(runs: Path, stage: str, way: str) -> None:
+    needs(stage)
+    assert_same(runs / "one" / stage, runs / way / f"{stage}_back")
+
+
+@pytest.mark.parametrize("way", ("one", *WAYS))
+def test_the_penalty_moves(runs: Path, way: str) -> None:
+    """Else the comparison above would be of a constant."""
+    first, second = (row["penalty_coef"] for row in lines(runs / way / "ppo_penalty"))
+    assert second != first
+
+
+def test_some_responses_end_and_some_do_not(runs: Path) -> None:
+    """Else the comparison of counts would be of zeros."""
+    for row in lines(runs / "one/ppo_choices"):
+        assert 0 < row["val/num_eos_tokens"] < 5
+        assert row["val/num_eos_tokens"] + row["objective/unscored"] == 5
+
+
+@pytest.mark.parametrize("way", ("one", *WAYS))
+def test_a_checkpoint_of_lora_holds_the_adapter_alone(runs: Path, way: str) -> None:
+    needs("ppo_lora")
+    run = runs / way / "ppo_lora"
+    kept = safetensors.torch.load_file(run / "checkpoints/00000002/policy.safetensors")
+    assert kept
+    assert all("lora_" in name for name in kept)
+    assert any(x.abs().max() > 1e-3 for name, x in kept.items() if "lora_B" in name)
+    assert (run / "policy/adapter_model.safetensors").exists()
 
 
 def learned(config: PPOConfig, rows: dict[int, list], moved: dict[int, float]) -> dict[str, Any]:
@@ -244,6 +333,13 @@ def learn_all(config: PPOConfig, folder: Path, rank: int) -> None:
             found[f"T10 {way} {limit}"] = learned(stop, rows, {0: 0.0, 1: 1.0})
         found[f"NaN {way}"] = learned(small, ROWS["uneven"], {0: 0.0, 1: math.nan})
         found[f"T17 {way}"] = heads(config, way)
+    found["sharded"] = sharded(config)
+    found["largest"] = distributed.largest(float(rank))
+    metrics = Metrics()
+    metrics.add("both", float(rank))
+    metrics.add(f"of {rank} alone", 1.0)
+    metrics.across_processes()
+    found["names"] = metrics.means()
     torch.save(found, folder / f"{rank}.pt")  # more than a queue takes before it is read
 
 
@@ -256,6 +352,19 @@ def heads(config: PPOConfig, way: Any) -> str:
         return str(linear_selected_logprobs(hidden, head, ids).shape)
     except TypeError as error:
         return str(error)
+
+
+def sharded(config: PPOConfig) -> tuple[int, set[bool]]:
+    """How many moments this process makes whole, and what an error leaves sharded."""
+    policy = distributed.wrap(ppo.load(config, torch.device("cpu")).policy, "fsdp")
+    optimizer = adamw(policy, 1e-3)
+    policy(*packed([[1, 20, 30]])).sum().backward()
+    optimizer.step()
+    state = distributed.optimizer_state(optimizer)["state"]
+    with contextlib.suppress(KeyError), distributed.whole(policy):
+        raise KeyError
+    left = {isinstance(p, DTensor) for p in policy.parameters()}
+    return sum(moments["exp_avg"].numel() for moments in state.values()), left
 
 
 @pytest.fixture(scope="module")
@@ -313,9 +422,30 @@ def test_T17_nothing_goes_past_a_wrapper(both: Any, configs: Any) -> None:
         assert "DTensor" in two["T17 fsdp"]
 
 
-@pytest.mark.parametrize("fate", ["broken", "killed"])
+def test_moments_are_made_whole_for_the_first_process_only(both: Any, configs: Any) -> None:
+    whole = ppo.load(configs["ppo"], torch.device("cpu")).policy
+    count = sum(p.numel() for p in whole.parameters())
+    assert [two["sharded"] for two in both] == [(count, {True}), (0, {True})]
+
+
+def test_a_metric_may_be_known_to_one_process_alone(both: Any) -> None:
+    for two in both:
+        assert two["largest"] == 1.0
+        assert two["names"] == {"both": 0.5, "of 0 alone": 1.0, "of 1 alone": 1.0}
+
+
+FATES = {
+    "broken": "RuntimeError: the reward is broken",
+    "not_finite": "not_finite returned a score that is not finite",
+    "killed": "SIGKILL",
+    "orphaned": "torchrun has gone",
+    "stopped": "process 1 has been silent for 4 s",
+}
+
+
+@pytest.mark.parametrize("fate", FATES)
 def test_a_dead_process_ends_the_run(configs: Any, tmp_path: Path, fate: str) -> None:
-    """By torchrun, with what it died of, and long before any time-out."""
+    """With what it died of, and long before any time-out."""
     config = configs["ppo"]
     (source,) = config.rewards
     words = {
@@ -326,18 +456,28 @@ def test_a_dead_process_ends_the_run(configs: Any, tmp_path: Path, fate: str) ->
         "episodes_per_update": 4,
         "rewards": json.dumps({source.replace("vowels", fate): 1.0}),
     }
+    script = tmp_path / "impatient.py"
+    script.write_text(IMPATIENT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "trainer", "ppo", *(f"--{key}={value}" for key, value in words.items())]
+    command += [str(script)] if fate == "stopped" else ["-m", "trainer"]
+    command += ["ppo", *(f"--{key}={value}" for key, value in words.items())]
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     began = time.monotonic()
-    done = subprocess.run(
+    done = subprocess.run(  # returns once none is left that could write
         command,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=root,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert time.monotonic() - began < 60
+    ended = time.monotonic()
+    assert fate == "stopped" or ended - began < 60
     assert done.returncode != 0
-    assert ("RuntimeError: the reward is broken" if fate == "broken" else "SIGKILL") in done.stderr
+    assert FATES[fate] in done.stderr
     assert not (tmp_path / "run/policy").exists()
+    if fate == "stopped":  # in the second update: in the first it was slow
+        assert len(lines(tmp_path / "run")) == 1
+        late = ended - float(done.stdout.split("stopped at")[1].split()[0])
+        assert late - 4 + distributed.SILENCE < 60

@@ -145,7 +145,7 @@ def test_a_run_with_an_adapter_goes_on_to_the_same_bits(
 
 def test_what_a_checkpoint_keeps_comes_back(policy: Policy, untrained_of: str) -> None:
     add_adapter(policy, untrained_of, 2, 8.0, 0)
-    kept = adapter_of(policy)
+    kept = adapter_of(policy.lm)
     state = copy.deepcopy(kept.state_dict())
     before = some(policy)
     for p in kept.parameters():
