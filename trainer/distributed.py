@@ -8,21 +8,15 @@ process nothing here does anything.
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import socket
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -34,13 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from . import heartbeat
 from .config import UserError
 
 # A process that dies ends the others at once: torchrun stops them, and gloo sees its socket close.
-# One that is stopped or frozen is silent, see `_heart`. This is for one that is heard of and comes
-# to no end; the others wait so long for a checkpoint, or for a slow reward function.
+# One that is stopped or frozen is silent, see heartbeat.py. This is for one that is heard of and
+# comes to no end; the others wait so long for a checkpoint, or for a slow reward function.
 TIMEOUT = timedelta(minutes=30)
-BEAT, SILENCE = 1.0, 45.0  # seconds
 
 Module = TypeVar("Module", bound=nn.Module)
 Item = TypeVar("Item")
@@ -57,57 +51,10 @@ def processes() -> Iterator[None]:
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
-    over = threading.Event()
-    heart = threading.Thread(target=_heart, args=(over,), daemon=True)
-    heart.start()
-    try:
+    with heartbeat.beating(rank(), size()):
         yield
         gathered(None)  # the first may have much left to write, and must be heard of until then
-    finally:
-        over.set()
-        heart.join(BEAT)
     dist.destroy_process_group()  # not after an error: it would wait for those that are stuck
-
-
-def _heart(over: threading.Event) -> None:
-    """Beats once a second, and ends the run when the next process has not done so for long.
-
-    A process that works or waits still beats, however long that takes; one that is stopped does
-    not. torch has nothing like it: gloo's time-out and `monitored_barrier` cannot tell the two
-    apart, and torchrun's timers are off but for a variable that is set before it starts. Silence
-    is counted in own beats, so that a machine that slept ends nothing.
-    """
-    try:
-        _beat(over)
-    except RuntimeError as error:  # the store is torchrun's
-        if not over.is_set():
-            _end(f"torchrun has gone: {error}")
-
-
-def _beat(over: threading.Event) -> None:
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(*address, is_master=False, wait_for_workers=False)  # calls on one wait in line
-    me, other = rank(), (rank() + 1) % size()
-    place = [socket.gethostname(), os.getppid()]
-    store.set(f"place {me}", json.dumps([*place, os.getpid()]))
-    heard, missed = 0, 0
-    while not over.wait(BEAT):
-        store.add(f"beats {me}", 1)
-        before, heard = heard, store.add(f"beats {other}", 0)
-        missed = missed + 1 if heard == before else 0
-        if missed * BEAT >= SILENCE:
-            *where, pid = json.loads(store.get(f"place {other}"))
-            why = f"process {other} has been silent for {SILENCE:g} s: it is stopped or frozen"
-            _end(why, pid if where == place else None)
-
-
-def _end(why: str, other: int | None = None) -> None:
-    """Ends this process, and one beside it that would not listen to torchrun for half a minute."""
-    print(f"error: {why}", file=sys.stderr, flush=True)
-    if other is not None:
-        with suppress(ProcessLookupError):
-            os.kill(other, signal.SIGKILL)
-    os._exit(1)
 
 
 def group() -> dist.ProcessGroup | None:

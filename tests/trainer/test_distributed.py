@@ -23,7 +23,7 @@ from test_ppo import made, trained_by
 from torch.distributed.tensor import DTensor
 
 from ppokern import linear_selected_logprobs
-from trainer import distributed, ppo, reward, sft
+from trainer import distributed, heartbeat, ppo, reward, sft
 from trainer.config import PPOConfig, RewardConfig, SFTConfig
 from trainer.data import packed
 from trainer.metrics import VARYING, Metrics
@@ -81,10 +81,10 @@ def stopped(prompts, completions):
 IMPATIENT = """
 import sys
 
-from trainer import distributed
+from trainer import heartbeat
 from trainer.__main__ import main
 
-distributed.SILENCE = 4.0
+heartbeat.SILENCE = 4.0
 sys.exit(main())
 """
 
@@ -480,4 +480,4 @@ def test_a_dead_process_ends_the_run(configs: Any, tmp_path: Path, fate: str) ->
     if fate == "stopped":  # in the second update: in the first it was slow
         assert len(lines(tmp_path / "run")) == 1
         late = ended - float(done.stdout.split("stopped at")[1].split()[0])
-        assert late - 4 + distributed.SILENCE < 60
+        assert late - 4 + heartbeat.SILENCE < 60
