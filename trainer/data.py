@@ -400,12 +400,12 @@ def select(cu_seqlens: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
 def up_to_last(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Places of each sequence up to its last in `mask`, `(total',)`, and their boundaries.
 
-    Where no sequence has one, it is the first token: a pass has to be over something.
+    Where none has one, it is the first token of the longest: a pass has to be over something.
     """
     positions = position_ids(cu_seqlens)
     reach = torch.where(mask, positions + 1, 0).float()
     lengths = torch.segment_reduce(reach, "max", offsets=cu_seqlens.long(), initial=0).long()
-    lengths[0] += ~mask.any()
+    lengths[cu_seqlens.diff().argmax()] += ~mask.any()
     kept = positions < lengths.repeat_interleave(cu_seqlens.diff())
     return kept.nonzero().squeeze(1), nn.functional.pad(lengths.cumsum(0), (1, 0))
 

@@ -202,5 +202,5 @@ def test_neighbours_of_equal_length_share_a_call(monkeypatch: pytest.MonkeyPatch
 
     policy = Policy(made(FAMILIES["llama"]))
     monkeypatch.setattr(attention, "scaled_dot_product_attention", spy)
-    policy(*packed([[1], [2, 3], [4, 5], [], [6, 7, 8]]))
+    policy(*packed([[1], [2, 3], [4, 5], [], [6, 7, 8]]), states=True)
     assert shapes == [(1, 4, 1, 8), (2, 4, 2, 8), (1, 4, 3, 8)] * 2  # no token is padding

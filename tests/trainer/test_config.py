@@ -218,8 +218,9 @@ PPO: dict[str, Change] = COMMON | {
     "save_every_updates": ({}, {"save_every_updates": 1}),
 }
 PATHS = {"run_dir", "model", "train", "heldout", "rewards"}  # no run without them
-# for several processes: test_distributed.py; what takes less memory for the same: test_memory.py
-ELSEWHERE = {"parallel", "gradient_checkpointing", "offload_frozen"}
+# for several processes: test_distributed.py; what takes less memory for the same: test_memory.py,
+# less time: test_compiled.py
+ELSEWHERE = {"parallel", "gradient_checkpointing", "offload_frozen", "compile"}
 
 
 def outcome(run: Any, config: Stage, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

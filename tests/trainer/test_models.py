@@ -66,7 +66,7 @@ def test_the_trunk_computes_no_state_that_is_not_read(
 
 
 def test_a_pass_over_nothing_that_is_read(policy: Policy) -> None:
-    ids, cu_seqlens = packed(ROWS)
+    ids, cu_seqlens = packed([[], *ROWS])
     assert (policy(ids, cu_seqlens, torch.zeros_like(ids).bool()) == 0).all()
 
 
