@@ -62,7 +62,7 @@ class PlainPolicy(Policy):
             "clip_fraction": mean((ratio != clipped).float()),
             "ratio_mean": mean(ratio.detach()),
         }
-        return Loss(loss, stats)
+        return Loss(loss, stats), None  # the states are for a value head: there is none
 
 
 @functools.cache
