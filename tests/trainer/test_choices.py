@@ -427,3 +427,12 @@ def test_a_run_with_a_penalty_moves_its_weight(ppo_config: PPOConfig) -> None:
     config = replace(ppo_config, objective="penalty", penalty_target_per_token=9.0, updates=3)
     ppo.run(config)
     assert [row["penalty_coef"] for row in rows_of(config)] == [1.0, 0.5, 0.25]
+
+
+def test_the_penaltys_weight_stands_where_every_response_was_left_out(
+    ppo_config: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ppo, "stop_ids", lambda *args: [])
+    config = replace(ppo_config, objective="penalty", truncation="drop", updates=3)
+    ppo.run(config)
+    assert [row["penalty_coef"] for row in rows_of(config)] == [1.0, 1.0, 1.0]
