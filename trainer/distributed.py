@@ -160,8 +160,13 @@ def wrap(module: Module, parallel: Literal["ddp", "fsdp"]) -> Module:
         wrapper.broadcast_buffers = False  # they are constants; and then no forward pass waits
         return wrapper
     frozen = {p for p in module.parameters() if not p.requires_grad}  # the reference has them too
-    for block in blocks_of(module):
+    blocks: Any = blocks_of(module)
+    for block in blocks:
         fully_shard(block, reshard_after_forward=True, ignored_params=frozen)
+    # What to gather next in a backward pass is guessed from forward passes, those of sampling too,
+    # so that a process without a row would gather other than those with some: said for each block.
+    for block, before in zip(blocks, [*blocks[:1], *blocks], strict=False):
+        block.set_modules_to_backward_prefetch([before])
     fully_shard(module, reshard_after_forward=False, ignored_params=frozen)
     return module
 

@@ -38,12 +38,14 @@ class Evaluation:
         """Reads the prompts and loads the judge, where there are any."""
         self.config, self.tokenizer, self.device = config, tokenizer, device
         self.best: float | None = None
-        read = (config.heldout, tokenizer, config.prompt_tokens, longest_prompt)
-        self.prompts = read_prompts(*read)[: config.evaluation_prompts] if config.heldout else []
         weights = {config.judge: 1.0} if config.judge else {}
         at_rest = torch.device("cpu") if config.offload_frozen else device
         self.judges = load_rewards(weights, tokenizer, at_rest, config.max_tokens_per_micro_batch)
-        set_precision(config.precision, *models_of(self.judges))
+        judges = models_of(self.judges)
+        set_precision(config.precision, *judges)
+        rooms = [config.longest_prompt(judge.context_tokens) for judge in judges]
+        read = (config.heldout, tokenizer, config.prompt_tokens, min([longest_prompt, *rooms]))
+        self.prompts = read_prompts(*read)[: config.evaluation_prompts] if config.heldout else []
 
     def after(
         self,

@@ -103,7 +103,8 @@ def _trained(config: PPOConfig) -> int:
 
 
 def _frozen(config: PPOConfig) -> int:
-    return 1 + sum(":" not in source for source in config.rewards)
+    sources = [*config.rewards, *([config.judge] if config.judge else [])]
+    return 1 + sum(":" not in source for source in sources)
 
 
 def _cuts(rows: int, tokens: int, most: int) -> str:

@@ -135,7 +135,7 @@ class PenaltyController:
     target: float
 
     def update(self, moved: float) -> None:
-        """Moves the weight after an update that has come so far."""
+        """Moves the weight after an update that has come so far; NaN tells nothing."""
         if moved < self.target / 1.5:
             self.coef /= 2
         elif moved > self.target * 1.5:
@@ -343,7 +343,7 @@ def learn(
     `trained` are policy and critic, or the critic alone.
 
     Returns:
-        How far the policy had moved before the last step: k3, nats a token.
+        How far the policy had moved before the last step: k3, nats a token; NaN of none.
     """
     learning = ("policy", "critic")[-len(trained) :]
     before = [steps_taken(optimizer) for _, optimizer in trained]
@@ -394,9 +394,10 @@ def backward(
     """Gradients of a minibatch, the same however it is cut, in micro-batches or over processes.
 
     Returns:
-        How far the policy has moved from the one that sampled: k3, nats a token.
+        How far the policy has moved from the one that sampled: k3, nats a token; NaN of none.
     """
-    tokens = distributed.total(minibatch.mask.sum()).clamp(min=1)
+    learned = distributed.total(minibatch.mask.sum())
+    tokens = learned.clamp(min=1)
     kept = sums(minibatch.mask, minibatch.cu_seqlens) > 0  # (S,)
     responses = distributed.total(kept.sum()).clamp(min=1)
     processes = distributed.size()
@@ -450,7 +451,7 @@ def backward(
         moved += policy.stats["approx_kl_k3"] * count / tokens
     metrics.add_sum("loss/policy_avg", 0.0, 1 / processes)
     metrics.add_sum("loss/value_avg", 0.0, 1 / processes)
-    return distributed.total(moved).item()
+    return distributed.total(moved).item() if learned else math.nan
 
 
 def step_limit(

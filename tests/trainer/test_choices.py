@@ -17,7 +17,7 @@ from test_ppo import gradients, made, trained_by
 from tiny import make_rollouts
 
 from trainer import __main__ as cli
-from trainer import ppo, scoring
+from trainer import evaluation, ppo, scoring
 from trainer.check import check_sums
 from trainer.config import CheckFailed, PPOConfig, UserError
 from trainer.data import read_prompts, write_rows
@@ -25,6 +25,7 @@ from trainer.experience import Experience
 from trainer.metrics import Metrics
 from trainer.models import ValueHead, load_policy
 from trainer.ppo import Models
+from trainer.rollout import generate
 from trainer.sample import respond
 from trainer.scoring import RewardPart, Scaling, score
 
@@ -330,6 +331,37 @@ def test_an_evaluation_is_what_held_out_prompts_say(evaluated: PPOConfig) -> Non
     assert not Path(evaluated.run_dir, "best").exists()  # no metric was named
 
 
+def test_held_out_prompts_leave_room_in_the_judges_context(
+    evaluated: PPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A judge that reads less than the policy: longer prompts are left out, or none would fit."""
+    inner, asked = scoring.load_scorer, []
+
+    def short(folder: str) -> Any:
+        scorer = inner(folder)
+        if folder == judge:
+            scorer.model.config.max_position_embeddings = context
+        return scorer
+
+    def written(policy: Any, prompts: list[Any], *rest: Any, **options: Any) -> Any:
+        asked.extend(len(prompt.ids) for prompt in prompts)
+        return generate(policy, prompts, *rest, **options)
+
+    judge = str(shutil.copytree(evaluated.critic, tmp_path / "judge"))
+    monkeypatch.setattr(scoring, "load_scorer", short)
+    monkeypatch.setattr(evaluation, "generate", written)
+    heldout = tmp_path / "prompts.jsonl"
+    write_rows(heldout, [{"text": "film"}, {"text": "the film is good to me"}])
+    options = {"heldout": str(heldout), "judge": judge, "prompt_tokens": 4, "updates": 1}
+    config = replace(evaluated, **options, evaluation_prompts=2)
+    context = config.max_new_tokens + 1 + 4
+    ppo.run(config)
+    assert asked and max(asked) <= 4
+    context = config.max_new_tokens + 1
+    with pytest.raises(UserError, match="max_new_tokens is 12: too many for a context of 13"):
+        ppo.run(config, overwrite=True)
+
+
 def test_evaluation_is_of_no_matter_to_training(evaluated: PPOConfig, tmp_path: Path) -> None:
     quiet = replace(
         evaluated, run_dir=str(tmp_path / "quiet"), evaluate_every_updates=10, updates=2
@@ -395,3 +427,12 @@ def test_a_run_with_a_penalty_moves_its_weight(ppo_config: PPOConfig) -> None:
     config = replace(ppo_config, objective="penalty", penalty_target_per_token=9.0, updates=3)
     ppo.run(config)
     assert [row["penalty_coef"] for row in rows_of(config)] == [1.0, 0.5, 0.25]
+
+
+def test_the_penaltys_weight_stands_where_every_response_was_left_out(
+    ppo_config: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ppo, "stop_ids", lambda *args: [])
+    config = replace(ppo_config, objective="penalty", truncation="drop", updates=3)
+    ppo.run(config)
+    assert [row["penalty_coef"] for row in rows_of(config)] == [1.0, 1.0, 1.0]

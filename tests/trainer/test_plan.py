@@ -38,6 +38,15 @@ def peak(command: str, options: dict[str, object]) -> int:
     return int(done.stdout)
 
 
+def test_a_judge_that_is_a_model_is_one_of_the_frozen() -> None:
+    model = scratch_config(Scratch(layers=2))
+    config = PPOConfig(rewards={"a": 1.0})
+    judged, by_function = (replace(config, judge=judge) for judge in ("b", "mine.py:f"))
+    assert memory(judged, model, 9) - memory(config, model, 9) == 4 * parameter_count(model)
+    assert memory(by_function, model, 9) == memory(config, model, 9)
+    assert plan(judged, model, 9)["parameters"].endswith("in 2 trained, 3 frozen models")
+
+
 def test_frozen_models_that_are_offloaded_take_no_room_beside_activations() -> None:
     model = scratch_config(Scratch(layers=2))
     config = PPOConfig(rewards={"a": 1.0, "b": 1.0, "mine.py:f": 1.0})

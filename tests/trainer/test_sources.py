@@ -190,6 +190,26 @@ def test_hub_data_are_known_by_their_rows(hub: Callable[..., str], tmp_path: Pat
     assert fingerprint(two) != fingerprint(first)
 
 
+def test_pictures_of_the_hub_are_known_by_their_bytes(
+    hub: Callable[..., str], tmp_path: Path
+) -> None:
+    """Each reading makes objects of its own, and an object's name has its address."""
+    image = pytest.importorskip("PIL.Image")
+
+    def make(name: str, colour: int) -> str:
+        (tmp_path / name / "train").mkdir(parents=True)
+        image.new("RGB", (2, 2), colour).save(tmp_path / name / "train/0.png")
+        write_rows(
+            tmp_path / name / "train/metadata.jsonl", [{"file_name": "0.png", "text": "a film"}]
+        )
+        return f"hub:{tmp_path / name}"
+
+    one, other = make("one", 1), make("other", 2)
+    rows = read_rows(one, "text")  # kept, so that no other object takes its address
+    assert fingerprint(one) == fingerprint(one) != fingerprint(other)
+    assert rows[0]["text"] == "a film"
+
+
 @pytest.mark.parametrize("kind", ["parquet", "hub"])
 def test_a_run_on_other_files_is_the_run_on_jsonl(
     kind: str,
