@@ -14,6 +14,7 @@ HARNESS := $(wildcard tests/cuda_on_cpu/*)
 .PHONY: interpreted cuda-on-cpu kernel-report gpu-check venv
 
 demo:
+	@test -e $(READY) || echo "installs torch and builds the kernels: two minutes"
 	@start=$$(date +%s); $(MAKE) --silent $(READY); seconds=$$(($$(date +%s) - start)); \
 	echo "set-up: $$seconds s"; \
 	PPOKERN_SETUP_SECONDS=$$seconds OMP_WAIT_POLICY=passive $(PYTHON) -m trainer demo

@@ -9,10 +9,13 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_example_runs(capsys):
-    example, _ = re.findall(r"```python\n(.*?)```", README, re.S)  # the other: test_engine.py
-    exec(compile(example, "README.md", "exec"), {})
+def test_examples_run(capsys):
+    ops, reward, _ = re.findall(r"```python\n(.*?)```", README, re.S)  # the third: test_engine.py
+    exec(compile(ops, "README.md", "exec"), {})
     assert "n_tokens" in capsys.readouterr().out
+    mine = {}
+    exec(compile(reward, "README.md", "exec"), mine)
+    assert mine["short"](["the film"], ["is good"], stars=[5]) == [-0.7]
 
 
 def test_every_public_op_is_named():

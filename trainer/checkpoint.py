@@ -46,7 +46,7 @@ Config = SFTConfig | RewardConfig | PPOConfig
 
 # Options that change no number of a run, so that a run may go on with others.
 FREE = (
-    "run_dir tensorboard tracker parallel "
+    "run_dir tensorboard tracker parallel gradient_checkpointing offload_frozen "
     "keep_last_checkpoints save_every_steps save_every_updates".split()
 )
 

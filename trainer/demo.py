@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from . import ppo, report, reward, sft
-from .checkpoint import read_json, write_json
+from .checkpoint import write_json
 from .config import DemoConfig, PPOConfig, require
 from .data import installed_file, read_prompts, read_rows, write_rows
 from .lora import load_trained
@@ -175,8 +175,7 @@ def make_room(run_dir: Path) -> None:
         (run_dir / "data/train.jsonl").exists(),
         f"{run_dir} holds something that is not a demo: name another --run_dir",
     )
-    summary = run_dir / "summary.json"
-    if summary.exists() and "setup_seconds" in read_json(summary):  # else it is its PPO stage's
+    if (run_dir / "report.html").exists():  # the last that a demo writes
         previous = run_dir.with_name(run_dir.name + ".previous")
         shutil.rmtree(previous, ignore_errors=True)
         run_dir.rename(previous)

@@ -55,7 +55,8 @@ def _beat(me: int, other: int, over: threading.Event) -> None:
         before, heard = heard, store.add(f"beats {other}", 0)
         missed = missed + 1 if heard == before else 0
         if missed * BEAT >= SILENCE:
-            *where, pid = json.loads(store.get(f"place {other}"))
+            known = store.check([f"place {other}"])  # else `get` would wait for it
+            *where, pid = json.loads(store.get(f"place {other}")) if known else [0]
             why = f"process {other} has been silent for {SILENCE:g} s: it is stopped or frozen"
             _end(why, pid if where == place else None)
 

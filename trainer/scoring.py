@@ -171,7 +171,10 @@ def _require_fitting(function: RewardFunction, source: str, columns: Mapping[str
         signature.bind([], [], **columns)
     except TypeError as error:
         found = ", ".join(columns) or "no others"
-        raise UserError(f"{source}: {error}; the rows' other columns: {found}") from None
+        raise UserError(
+            f"{source}: {error}; it is called with a list of prompts, one of completions, and by "
+            f"name the rows' other columns: {found}"
+        ) from None
 
 
 def source_file(source: str) -> Path:

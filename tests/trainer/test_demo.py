@@ -84,7 +84,8 @@ def test_the_demo_runs_again_and_keeps_the_one_before(own: list[str], tmp_path: 
     for unfinished in (None, '{"loss/policy_avg": 0.0}'):  # cut before PPO ended, or after it
         (run_dir / "data").mkdir(parents=True, exist_ok=True)
         (run_dir / "data/train.jsonl").touch()
-        (run_dir / "summary.json").unlink(missing_ok=True)
+        for name in ("summary.json", "report.html"):
+            (run_dir / name).unlink(missing_ok=True)
         if unfinished:
             (run_dir / "summary.json").write_text(unfinished)
         demo.make_room(run_dir)

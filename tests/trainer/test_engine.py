@@ -119,6 +119,7 @@ def test_the_engine_of_the_readme(ppo_config: PPOConfig) -> None:
         )
 
     server = SimpleNamespace(load=load, sample=sample)
+    example = example.replace("ppokern.trainer", "trainer")  # as it is called in a checkout
     exec(compile(example, "README.md", "exec"), {"server": server, "config": ppo_config})
     assert loaded == [0, 4]
     assert len({seed for seeds in seeds_seen for seed in seeds}) == 16
