@@ -129,7 +129,10 @@ class Checkpoints:
             return 0
         state = self._load(newest)
         distributed.from_first(lambda: self._cut(newest, state))
-        console.print(f"{self.run_dir} goes on after step {state['step']}")
+        step, config = state["step"], self.config
+        last = config.updates if isinstance(config, PPOConfig) else config.steps
+        told = f"goes on after step {step}" if step < last else "is finished: it writes its results"
+        console.print(f"{self.run_dir} {told}")
         return state["step"]
 
     def _start(self, overwrite: bool, resume: bool) -> Path | None:

@@ -149,7 +149,9 @@ def _from_function(
         if prompts:  # a process may have none
             _require_fitting(function, source, columns)
         scores: Any = function(prompts, completions, **columns) if prompts else []
-        must = f"{source} must return a list of {len(completions)} numbers"
+        came = f"{len(scores)} in a" if isinstance(scores, (list, tuple)) else "a"
+        came = f"{came} {type(scores).__name__}: {repr(scores)[:60]}"
+        must = f"{source} must return a list of {len(completions)} numbers, and returned {came}"
         require(isinstance(scores, (list, tuple)) and len(scores) == len(completions), must)
         try:
             numbers = [float(score) for score in scores]

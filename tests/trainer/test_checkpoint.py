@@ -487,11 +487,14 @@ def test_a_cut_before_the_first_checkpoint_begins_again(
     assert differences(Path(whole.run_dir), Path(adaptive.run_dir)) == []
 
 
-def test_a_finished_run_is_resumed_to_the_same(ppo_config: PPOConfig, tmp_path: Path) -> None:
+def test_a_finished_run_is_resumed_to_the_same(
+    ppo_config: PPOConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ppo.run(ppo_config)
     shutil.copytree(ppo_config.run_dir, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy/policy")  # as if it had been cut while it wrote its results
     assert cli.main(["resume", str(tmp_path / "copy")]) == 0
+    assert "copy is finished: it writes its results" in capsys.readouterr().out
     assert differences(Path(ppo_config.run_dir), tmp_path / "copy") == []
 
 

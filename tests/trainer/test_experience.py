@@ -192,8 +192,8 @@ def test_a_reward_function_gets_texts_and_columns(tokenizer: Any, tmp_path: Any)
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        ("return 1.0", "must return a list of 1 numbers"),
-        ("return [1.0, 2.0]", "must return a list of 1 numbers"),
+        ("return 1.0", "a list of 1 numbers, and returned a float: 1.0"),
+        ("return [1.0, 2.0]", r"a list of 1 numbers, and returned 2 in a list: \[1.0, 2.0\]"),
         ("return [float('nan')]", "not finite"),
         ("return ['good']", "must return a list of 1 numbers"),
         ("return [None]", "must return a list of 1 numbers"),
