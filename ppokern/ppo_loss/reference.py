@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ppokern import _check
 from ppokern import token_math as tm
+from ppokern._library import Coefficient
 from ppokern._sequences import Sequences
 
 
@@ -39,11 +40,11 @@ class Options(NamedTuple):
     sequence_ratio: bool
     log_ratio_limit: float | None
     aggregate: str
-    entropy_coef: float
-    kl_coef: float
+    entropy_coef: Coefficient
+    kl_coef: Coefficient
     kl_kind: str
     value_clip_range: float | None
-    value_coef: float
+    value_coef: Coefficient
 
 
 class Output(NamedTuple):
@@ -126,7 +127,8 @@ def forward(x: Inputs, o: Options) -> Output:
     for name in Output._fields[2:]:
         slopes.setdefault(name, like.new_empty(0, dtype=dtype))
     loss = parts[0].loss if len(parts) == 1 else parts[0].loss + parts[1].loss
-    return Output(loss, torch.stack([stats[name] for name in stat_names(x, o)]), **slopes)
+    out = Output(loss, torch.stack([stats[name] for name in stat_names(x, o)]), **slopes)
+    return Output(*(t.contiguous() for t in out))
 
 
 def _policy_part(
