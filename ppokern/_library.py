@@ -177,10 +177,12 @@ def _custom_op(
         return out
 
     def call(*args: Any) -> Any:
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
         given = list(args)
         for i in places:
             if given[i] is not None:
-                off = kinds[i] == "coefficient" and is_off(given[i])
+                off = kinds[i] == "coefficient" and statically_known_true(given[i] == 0)
                 given[i] = None if off else scalar(given[i])
         return op(*given)
 
@@ -196,15 +198,6 @@ def scalar(x: float) -> Tensor:
     if torch.compiler.is_compiling():  # a sum, as that is what torch keeps open for other values
         return torch.zeros((), dtype=torch.float64, device="cpu") + x
     return torch.scalar_tensor(x, dtype=torch.float64, device="cpu")
-
-
-def is_off(coefficient: float) -> bool:
-    """Return whether a coefficient is 0; while compiling, whether it is so in every call."""
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-        return statically_known_true(coefficient == 0)
-    return coefficient == 0
 
 
 def is_on(coefficient: float) -> bool:
