@@ -27,6 +27,7 @@ WHITEN_KERNELS = {
 _INPUTS = len(Inputs._fields)
 
 
+@_library.loadable
 class Advantages(NamedTuple):
     """Advantages and the value targets ``advantages + values``; neither carries a gradient."""
 

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from ppokern import _backend, _check, _library
+from ppokern._sequences import spoil
 from ppokern.linear import reference
 from ppokern.linear.op import (
     checked_head,
@@ -90,6 +91,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     loss, stats, *_ = loss_reference.forward(
         x._replace(logprobs=logprobs.view(shape), entropy=entropy, mask=mask), o
     )
+    spoil(x.cu_seqlens, len(valid), *gradients)
     in_hidden, in_weight, in_bias = gradients
     if how.need_hidden:
         in_hidden = in_hidden.view(h.hidden.shape)

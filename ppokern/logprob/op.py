@@ -18,6 +18,7 @@ KERNELS = {
 }
 
 
+@_library.loadable
 class LogProbs(NamedTuple):
     """Log-probs of the selected tokens and the entropies of their distributions, both in nats."""
 
@@ -130,7 +131,8 @@ def checked_temperature(
     synchronisation.
     """
     if not isinstance(temperature, Tensor):
-        return torch.scalar_tensor(_check.positive("temperature", temperature), dtype=dtype)
+        number = _check.positive("temperature", temperature)
+        return torch.scalar_tensor(number, dtype=dtype, device="cpu")
     temperature = _check.tensor("temperature", temperature.detach(), _check.NUMBERS)
     shape, device = token_ids.shape, token_ids.device
     if temperature.device != device and (temperature.dim() or temperature.device.type != "cpu"):

@@ -23,6 +23,7 @@ _INPUTS = len(Inputs._fields)
 _OPTIONAL = ("weights", "entropy", "ref_logprobs")
 
 
+@_library.loadable
 class Loss(NamedTuple):
     """A loss and its statistics, detached 0-d tensors taken in the same pass."""
 
@@ -102,7 +103,7 @@ def checked_denominator(
     if aggregate in ("sum", "none"):
         _check.fail(name, f"None with aggregate={aggregate!r}", denominator)
     if not isinstance(denominator, Tensor):
-        return torch.tensor(_check.number(name, denominator, 0), dtype=torch.float64)
+        return torch.tensor(_check.number(name, denominator, 0), dtype=torch.float64, device="cpu")
     denominator = _check.tensor(name, denominator.detach(), _check.NUMBERS)
     if denominator.dim():
         _check.fail(name, "a number or a 0-d tensor", f"shape {tuple(denominator.shape)}")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ppokern import _check
 from ppokern import token_math as tm
-from ppokern._sequences import Sequences
+from ppokern._sequences import Sequences, spoil
 
 
 class Inputs(NamedTuple):
@@ -126,7 +126,9 @@ def forward(x: Inputs, o: Options) -> Output:
     for name in Output._fields[2:]:
         slopes.setdefault(name, like.new_empty(0, dtype=dtype))
     loss = parts[0].loss if len(parts) == 1 else parts[0].loss + parts[1].loss
-    return Output(loss, torch.stack([stats[name] for name in stat_names(x, o)]), **slopes)
+    out = Output(loss, torch.stack([stats[name] for name in stat_names(x, o)]), **slopes)
+    spoil(x.cu_seqlens, sequences.length, *out)
+    return out
 
 
 def _policy_part(

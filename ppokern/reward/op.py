@@ -16,6 +16,7 @@ KERNELS = {
 }
 
 
+@_library.loadable
 class ShapedRewards(NamedTuple):
     """Rewards per token and the KL estimate in them, in nats."""
 
