@@ -167,13 +167,13 @@ def test_batched_incoming_gradients_are_refused_by_name(name: str) -> None:
     args = EVERY[name].leaves()
     out = first_output(name, args)
     inputs = [args[k] for k in EVERY[name].flows]
-    with pytest.raises(TypeError, match="gradient that comes to .*is_grads_batched"):
+    with pytest.raises(TypeError, match=r"gradient that comes to .*is_grads_batched"):
         torch.autograd.grad(out, inputs, torch.ones(2, *out.shape), is_grads_batched=True)
 
     def of(x: Tensor) -> Tensor:
         return first_output(name, {**args, EVERY[name].flows[0]: x})
 
-    with pytest.raises(TypeError, match="gradient that comes to .*is_grads_batched"):
+    with pytest.raises(TypeError, match=r"gradient that comes to .*is_grads_batched"):
         torch.autograd.functional.jacobian(of, inputs[0].detach(), vectorize=True)
 
 
