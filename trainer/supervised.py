@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import distributed
 from .checkpoint import Checkpoints, save_model, write_json
-from .config import Supervised, require
+from .config import CheckFailed, RewardConfig, SFTConfig, Supervised, require
 from .data import epoch_batches, length_batches, shuffled
 from .lora import adapt, adapter_of, merged
 from .metrics import Metrics, RunLog, console
@@ -73,7 +73,7 @@ class Training:
     def __init__(
         self,
         stage: str,
-        config: Supervised,
+        config: SFTConfig | RewardConfig,
         model: Policy | Scorer,
         tokenizer: PreTrainedTokenizerBase,
         lengths: Sequence[int],
@@ -164,11 +164,12 @@ class Training:
 
     def result(self) -> dict[str, float]:
         """What was found of the model that is to be written."""
-        steps, best = self.config.steps, self.best
-        lost = "no model is written: try a lower learning_rate"
-        require(bool(self.optimizer.state), f"no gradient of {steps} steps was finite: {lost}")
-        require(bool(best.found), f"the held-out loss was never a finite number: {lost}")
-        return best.found
+        if not self.best.found:
+            raise CheckFailed(
+                f"{self.checkpoints.run_dir} has learned nothing: its held-out loss was never a "
+                "finite number; the likely cause: a learning_rate that is too high"
+            )
+        return self.best.found
 
     def save(self) -> dict[str, float]:
         """Writes the best model to `run_dir/model`, its `result` to summary.json; returns that."""
