@@ -45,7 +45,7 @@ TOOLS = {
     ),
     "report": (
         "Curves and samples: report.png and report.html.",
-        {"run_dir": "Folder of a PPO run."},
+        {"run_dir": "Folder of a run of any stage, finished or not."},
     ),
     "smollm2": (
         "Writes a pretrained model, SmolLM2-135M-Instruct, and questions for it.",

@@ -33,7 +33,7 @@ import safetensors.torch
 import torch
 import yaml
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -354,9 +354,17 @@ def staged(folder: Path) -> Iterator[Path]:
     _sync(folder.parent)
 
 
-def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes a plain transformers folder. All processes must call it, the first writes."""
-    state = distributed.model_state(model)
+def save_model(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    state: dict[str, Tensor] | None = None,
+) -> None:
+    """Writes a plain transformers folder. All processes must call it, the first writes.
+
+    `state` are weights of the model that it no longer has, as `distributed.model_state` gave them.
+    """
+    state = distributed.model_state(model) if state is None else state
     if not distributed.first():
         return
     with staged(folder) as aside:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from math import isfinite
-from typing import Literal
+from math import ceil, inf, isfinite
+from typing import Literal, TypeVar
 
 WHOLE = "the log-probs that PPO compares are of the whole softmax, and so must be what is sampled"
+SupervisedStage = TypeVar("SupervisedStage", bound="Supervised")
 REFUSED = {"top_p": WHOLE, "top_k": WHOLE}  # options that others have, and why there are none here
 
 
@@ -39,6 +40,15 @@ def _not_negative(config: object, *names: str) -> None:
         require(
             getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)}"
         )
+
+
+def _check_lora(rank: int | None, alpha: float) -> None:
+    require(rank is None or rank > 0, "lora_rank must be positive, or null for none")
+    require(alpha > 0, f"lora_alpha must be positive, got {alpha}")
+    require(
+        rank is not None or alpha == Supervised.lora_alpha,
+        "lora_alpha has no effect without a lora_rank",
+    )
 
 
 @dataclass
@@ -116,31 +126,65 @@ class Supervised(Stage):
     """What the supervised stages have in common: AdamW, a warm-up, a cosine to a twentieth."""
 
     heldout: str = ""
-    """Rows to measure on, named as those to train on."""
+    """Rows to measure on, as those of `train`; empty: a tenth of these, drawn by the seed."""
     max_tokens: int = 64
     """Longer sequences are left out and counted."""
     steps: int = 1000
     """Optimiser steps."""
+    epochs: float | None = None
+    """Passes over the rows, each of which is learned from once in each; instead of `steps`."""
     learning_rate: float = 1e-3
     """At the height of the schedule."""
     warmup_steps: int = 20
     """Steps until then."""
     weight_decay: float = 0.01
     """Of AdamW, on matrices only."""
+    lora_rank: int | None = None
+    """The trunk learns in adapters of this rank, merged in the end; null: in all weights."""
+    lora_alpha: float = 32.0
+    """What an adapter adds is weighted by this over its rank."""
+    evaluate_every_steps: int | None = None
+    """Steps between two measurements on `heldout`; the model of the lowest loss is written. Null:
+    the last step alone is measured, and its model written."""
     save_every_steps: int = 200
     """Optimiser steps between two checkpoints; the last step has one too."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """Sequences, or pairs, of one optimiser step."""
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
-        require(bool(self.heldout), "heldout is missing: the rows to measure on")
         require(self.max_tokens >= 2, "max_tokens must be at least 2")
         _positive(self, "steps", "learning_rate", "save_every_steps")
         _not_negative(self, "warmup_steps", "weight_decay")
+        for name in ("epochs", "evaluate_every_steps"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < inf, f"{name} must be positive, or null for none")
+        _check_lora(self.lora_rank, self.lora_alpha)
+
+    def counted(self: SupervisedStage, rows: int) -> SupervisedStage:
+        """With the `steps` that `epochs` of so many rows are."""
+        if self.epochs is None:
+            return self
+        steps = max(round(self.epochs * ceil(rows / self.rows_per_step)), 1)
+        require(
+            self.steps in (Supervised.steps, steps),
+            f"steps is {self.steps:,}, but {self.epochs:g} epochs of {rows:,} rows are {steps:,}: "
+            "give one of the two",
+        )
+        return replace(self, steps=steps)
 
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
         return step % self.save_every_steps == 0 or step == self.steps
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the model of this step is measured."""
+        every = self.evaluate_every_steps
+        return step == self.steps or (every is not None and step % every == 0)
 
 
 @dataclass
@@ -152,6 +196,11 @@ class SFTConfig(Supervised):
     sequences_per_step: int = 32
     """Sequences of one optimiser step, alike in length."""
 
+    @property
+    def rows_per_step(self) -> int:
+        """Sequences of one optimiser step."""
+        return self.sequences_per_step
+
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
@@ -160,6 +209,10 @@ class SFTConfig(Supervised):
             require(self.scratch == Scratch(), "scratch has no effect beside a model to start from")
         else:
             self.scratch.check()
+            require(
+                self.lora_rank is None,
+                "lora_rank needs a model to start from: what a fresh one has is not worth keeping",
+            )
             require(
                 self.max_tokens <= self.scratch.context_tokens,
                 f"max_tokens is {self.max_tokens}, more than scratch.context_tokens, "
@@ -173,6 +226,11 @@ class RewardConfig(Supervised):
 
     pairs_per_step: int = 16
     """Pairs of one optimiser step, alike in length."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """Pairs of one optimiser step."""
+        return self.pairs_per_step
 
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
@@ -326,7 +384,6 @@ class PPOConfig(Stage):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within [0, 1]")
         optional = (
             "prompt_tokens",
-            "lora_rank",
             "reward_clip",
             "clip_range_high",
             "value_clip_range",
@@ -352,11 +409,7 @@ class PPOConfig(Stage):
             self.critic_warmup_updates < self.updates,
             "critic_warmup_updates must be below updates, else the policy never learns",
         )
-        _positive(self, "lora_alpha")
-        require(
-            self.lora_rank is not None or self.lora_alpha == PPOConfig.lora_alpha,
-            "lora_alpha has no effect without a lora_rank",
-        )
+        _check_lora(self.lora_rank, self.lora_alpha)
         require(
             not self.offload_frozen or self.lora_rank is None,
             "offload_frozen does not go with lora_rank: the reference has the policy's weights",

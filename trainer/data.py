@@ -327,16 +327,37 @@ def length_batches(lengths: Sequence[int], size: int, seed: int) -> Order[list[i
     """Endless batches of indices in random order, each of rows alike in length.
 
     A stretch of 32 batches is drawn, sorted by length, cut into batches, and these are shuffled.
+    Fewer where there are fewer rows: else a batch would be of one row over and over.
     """
     rows = shuffled(len(lengths), seed)
+    count = min(32, max(len(lengths) // size, 1))
 
     def draw(stretch: int) -> list[list[int]]:
-        drawn = sorted(itertools.islice(rows, 32 * size), key=lambda row: lengths[row])
-        batches = [drawn[i : i + size] for i in range(0, len(drawn), size)]
+        batches = _alike(list(itertools.islice(rows, count * size)), lengths, size)
         random.Random(f"{seed}/{stretch}").shuffle(batches)
         return batches
 
     return Order(draw, [rows])
+
+
+def epoch_batches(lengths: Sequence[int], size: int, seed: int) -> Order[list[int]]:
+    """As `length_batches`, but each epoch has each row once; some of its batches are smaller."""
+
+    def draw(epoch: int) -> list[list[int]]:
+        chance = random.Random(f"{seed}/{epoch}")
+        rows = chance.sample(range(len(lengths)), len(lengths))
+        stretches = (rows[i : i + 32 * size] for i in range(0, len(rows), 32 * size))
+        batches = [batch for stretch in stretches for batch in _alike(stretch, lengths, size)]
+        chance.shuffle(batches)
+        return batches
+
+    return Order(draw)
+
+
+def _alike(rows: list[int], lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Rows cut into batches of `size`, each of rows alike in length."""
+    rows = sorted(rows, key=lambda row: lengths[row])
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def mixed(counts: Sequence[int], weights: Sequence[float], seed: int) -> Order[int]:

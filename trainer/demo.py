@@ -144,19 +144,10 @@ def say(summary: dict[str, Any], samples: int) -> None:
     table = Table(title=f"{samples} held-out prompts, temperature 1", title_justify="left")
     for heading in ("", "before PPO", "after"):
         table.add_column(heading, justify="left" if not heading else "right")
-    names = {
-        "judge": "independent judge (VADER), mean in [-1, 1]",
-        "reward": "score",
-        "perplexity": "perplexity under the model before PPO",
-        "distinct_2": "different pairs of tokens",
-        "repetition": "pairs of tokens seen before in the same text",
-        "tokens": "tokens",
-    }
-    for name, title in names.items():
+    for name in ("judge", "reward", "perplexity", "distinct_2", "repetition", "tokens"):
         if summary[f"{name}_before"] is not None:
-            table.add_row(
-                title, f"{summary[f'{name}_before']:.2f}", f"{summary[f'{name}_after']:.2f}"
-            )
+            sides = (f"{summary[f'{name}_{side}']:.2f}" for side in ("before", "after"))
+            table.add_row(report.WORDS[name], *sides)
     console.print(table)
     accuracy = summary["reward_model_accuracy"]
     console.print(f"SFT loss {summary['sft_loss']:.2f} nats a token on held-out text")

@@ -27,7 +27,7 @@ from trainer import __main__ as cli
 from trainer import ppo, reward, sft
 from trainer.checkpoint import Chance, Checkpoints, damage_of, finished, newest_whole
 from trainer.config import PPOConfig, RewardConfig, SFTConfig, UserError
-from trainer.data import Order, length_batches, mixed, shuffled
+from trainer.data import Order, epoch_batches, length_batches, mixed, shuffled
 from trainer.metrics import RunLog
 from trainer.optimise import adamw
 
@@ -146,6 +146,7 @@ def test_the_newest_few_are_kept(tmp_path: Path) -> None:
 ORDERS = [
     lambda: shuffled(7, 3),
     lambda: length_batches([5] * 70, 2, 3),
+    lambda: epoch_batches([5] * 70, 2, 3),
     lambda: mixed([3, 5], [1, 2], 3),
 ]
 

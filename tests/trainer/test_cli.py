@@ -15,7 +15,10 @@ import yaml
 
 from trainer import __main__ as cli
 from trainer import check, ppo
-from trainer.config import CheckFailed, PPOConfig
+from trainer.config import CheckFailed, PPOConfig, SFTConfig
+from trainer.data import read_examples
+from trainer.models import load_tokenizer
+from trainer.supervised import rows_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,15 +129,21 @@ def test_dry_run_trains_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     data = [f"--train={text}/train.jsonl", f"--heldout={text}/heldout.jsonl"]
+    pairs = [path.replace(".jsonl", "_pairs.jsonl") for path in data]
+    supervised = [f"--run_dir={tmp_path}/x", "--max_tokens=32"]
     argv = {
-        "sft": [f"--run_dir={tmp_path}/x", *data, "--max_tokens=32"],
-        "reward": [f"--run_dir={tmp_path}/x", f"--model={trained['model']}", *data],
+        "sft": [*supervised, *data],
+        "reward": [*supervised, f"--model={trained['model']}", *pairs],
         "ppo": [*flags, "--ppo_epochs=3", "--minibatches=2", "--max_tokens_per_micro_batch=40"],
     }[command]
     assert cli.main([command, *argv, "--dry_run"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert re.search(r"memory │ about \d+ MiB", printed)
     assert not list(tmp_path.iterdir())
+    if command != "ppo":
+        assert "rows │ 200 to learn from, 40 to measure on" in printed
+        rows = {"sft": 32, "reward": 16}[command]
+        assert f"steps an epoch │ {-(-200 // rows)}, so" in printed
     if command == "ppo":
         assert "3 epochs x 2 = 6" in printed
         assert "12 in 2 updates" in printed
@@ -142,6 +151,33 @@ def test_dry_run_trains_nothing(
         # prompts of 3 tokens and 12 new ones: 15 each, 2 in 40
         assert "micro-batches a minibatch │ at most 2" in printed
         assert "at most 120, 96 new" in printed
+
+
+def test_dry_run_reads_what_a_stage_would_learn_from(
+    text: Path, trained: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is left out and held out, the tokens that are, and the steps that epochs come to."""
+    rows = (text / "train.jsonl").read_text().splitlines()
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join([*rows[:50], json.dumps({"text": "a film " * 40})]) + "\n")
+    given = [f"--train={data}", "--max_tokens=32", f"--run_dir={tmp_path}/x"]
+    model = [f"--model={trained['model']}", "--epochs=3", "--sequences_per_step=10"]
+    assert cli.main(["sft", *given, *model, "--dry_run"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 of 51 rows left out" in printed and "32 tokens" in printed
+    assert "5 of 50 rows, drawn by the seed, are held out" in printed
+    assert "rows │ 45 to learn from, 5 to measure on" in printed
+    assert "steps an epoch │ 5, so 3.0 epochs" in printed
+    assert "optimiser steps │ 15" in printed
+    config = SFTConfig(train=str(data), max_tokens=32)
+    train, _ = rows_of(
+        config, lambda path: read_examples(path, load_tokenizer(trained["model"]), 32)
+    )
+    lengths = [len(row.ids) for row in train]
+    assert f"tokens │ {sum(lengths)} to learn from, {max(lengths)} in the longest" in printed
+    assert f"tokens a step │ at most {10 * max(lengths)}" in printed
+    data.write_text('{"txt": "a"}\n')
+    refused(["sft", *given, "--dry_run"], "line 1: needs 'text'", capsys)
 
 
 def test_dry_run_of_the_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

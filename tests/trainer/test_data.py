@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.config import UserError
 from trainer.data import (
     Encoder,
+    epoch_batches,
     length_batches,
     micro_batches,
     mixed,
@@ -208,6 +209,24 @@ def test_an_epoch_is_a_permutation() -> None:
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
     assert first == [row for row, _ in zip(shuffled(10, seed=3), range(10), strict=False)]
+
+
+@pytest.mark.parametrize("count", [10, 33, 100])
+def test_a_batch_of_few_rows_has_none_over_and_over(count: int) -> None:
+    batches = length_batches(list(range(count)), 10, 0)
+    for batch in itertools.islice(batches, count // 10):
+        assert len(set(batch)) == 10
+
+
+def test_an_epoch_has_each_row_once() -> None:
+    lengths = [1 + row % 9 for row in range(103)]
+    batches, epochs = epoch_batches(lengths, 10, 0), []
+    for _ in range(3):
+        epochs.append([next(batches) for _ in range(11)])
+        assert sorted(row for batch in epochs[-1] for row in batch) == list(range(103))
+        assert sorted(map(len, epochs[-1])) == [3, *[10] * 10]
+        assert all(lengths[b[-1]] - lengths[b[0]] <= 1 for b in epochs[-1])
+    assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_length_batches_are_alike_in_length() -> None:

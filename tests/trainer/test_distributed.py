@@ -29,10 +29,15 @@ from trainer.data import packed
 from trainer.metrics import VARYING, Metrics
 from trainer.optimise import adamw
 
-ROUNDED = "optimizer policy_optimizer critic_optimizer kl_controller reward_scaling".split()
+ROUNDED = "optimizer policy_optimizer critic_optimizer kl_controller reward_scaling best".split()
 STAGES: dict[type, Any] = {PPOConfig: ppo, SFTConfig: sft, RewardConfig: reward}
 WAYS = ("ddp", "fsdp")
-BACK = ("ppo", "ppo_lora")  # saved by two, gone on with by one, and the other way round
+BACK = (
+    "ppo",
+    "ppo_lora",
+    "sft_lora",
+    "reward_lora",
+)  # saved by two, gone on with by one, and the other way round
 REWARD = """
 import os, signal, time
 
@@ -114,7 +119,11 @@ def configs(text: Path, untrained: str, tmp_path_factory: pytest.TempPathFactory
         "max_tokens": 32,
         "save_every_steps": 2,
         "max_tokens_per_micro_batch": 50,
+        "evaluate_every_steps": 1,
     }
+    # the second step goes too far: the best model is that of the first; no rows are held out
+    adapters: Any = {"lora_rank": 2, "steps": 2, "save_every_steps": 1, "warmup_steps": 0}
+    adapters |= {"heldout": "", "epochs": 0.05}
     ppo_config = PPOConfig(
         model=untrained,
         rewards={f"{source}:vowels": 1.0},
@@ -155,7 +164,16 @@ def configs(text: Path, untrained: str, tmp_path_factory: pytest.TempPathFactory
         "ppo_empty": replace(ppo_config, episodes_per_update=1, minibatches=1),
         "ppo_penalty": replace(ppo_config, objective="penalty", penalty_target_per_token=1e-4),
     } | (
-        {"ppo_lora": lora, "ppo_lora_empty": replace(lora, episodes_per_update=1, minibatches=1)}
+        {
+            "ppo_lora": lora,
+            "ppo_lora_empty": replace(lora, episodes_per_update=1, minibatches=1),
+            "sft_lora": SFTConfig(
+                **data | steps | adapters, sequences_per_step=5, learning_rate=0.03
+            ),
+            "reward_lora": RewardConfig(
+                **pairs | steps | adapters, pairs_per_step=5, learning_rate=0.3
+            ),
+        }
         if importlib.util.find_spec("peft")
         else {}
     )
@@ -188,7 +206,7 @@ def runs(configs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def cut(run: Path, copy: Path) -> None:
-    """A copy of a PPO run as it was after its first update."""
+    """A copy of a run as it was after its first update or step."""
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints/00000002")
 
@@ -216,11 +234,11 @@ def assert_same(run: Path, other: Path) -> None:
             assert plain(a) == plain(b)  # data order, generators: nothing to round
 
 
-STAGE = "sft reward ppo ppo_choices ppo_penalty ppo_lora".split()
+STAGE = "sft reward ppo ppo_choices ppo_penalty ppo_lora sft_lora reward_lora".split()
 
 
 def needs(stage: str) -> None:
-    if stage.startswith("ppo_lora"):
+    if "_lora" in stage:
         pytest.importorskip("peft", reason="needs the extra lora")
 
 
@@ -250,6 +268,15 @@ def test_a_run_saved_by_two_is_gone_on_with_by_one(runs: Path, stage: str, way: 
 def test_a_run_saved_by_one_is_gone_on_with_by_two(runs: Path, stage: str, way: str) -> None:
     needs(stage)
     assert_same(runs / "one" / stage, runs / way / f"{stage}_back")
+
+
+@pytest.mark.parametrize("way", ("one", *WAYS))
+@pytest.mark.parametrize("stage", ["sft_lora", "reward_lora"])
+def test_the_best_model_is_not_the_last(runs: Path, stage: str, way: str) -> None:
+    """Else the comparison above would not be of what is kept."""
+    needs(stage)
+    first, second = lines(runs / way / stage)
+    assert first["eval/best"] == second["eval/best"] == first["eval/loss"] < second["eval/loss"]
 
 
 @pytest.mark.parametrize("way", ("one", *WAYS))
