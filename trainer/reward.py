@@ -26,13 +26,14 @@ from .data import Pair, length_batches, micro_batches, packed, read_pairs
 from .metrics import Metrics, RunLog
 from .models import Scorer, equip, load_tokenizer, new_scorer, pick_device
 from .optimise import adamw, clipped_step, schedule
+from .running import stage
 
 NOTHING = Pair([0], [0])  # stands where a process has no pair, and counts for nothing
 
 
+@stage
 def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> dict[str, float]:
     """Trains, writes the model to `run_dir/model`, and returns its accuracy on held-out pairs."""
-    config.check()
     tokenizer, scorer = load_tokenizer(config.model), new_scorer(config.model)
     room = scorer.context_tokens
     require(

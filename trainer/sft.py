@@ -32,15 +32,16 @@ from .data import (
 from .metrics import Metrics, RunLog
 from .models import Policy, equip, load_policy, load_tokenizer, new_policy, pick_device
 from .optimise import adamw, clipped_step, schedule
+from .running import stage
 
 # ids, cu_seqlens, mask of the tokens before those to learn, whether it is the last
 Batch = tuple[Tensor, Tensor, Tensor, bool]
 NOTHING = Example([0], 1)  # a token that none follows: nothing to learn
 
 
+@stage
 def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dict[str, float]:
     """Trains, writes the model to `run_dir/model`, and returns the loss on held-out text."""
-    config.check()
     tokenizer, policy = _start(config)
     train = read_examples(config.train, tokenizer, config.max_tokens)
     heldout = read_examples(config.heldout, tokenizer, config.max_tokens)

@@ -281,7 +281,7 @@ def test_a_write_that_fails_leaves_what_was_there(
     largest = max(path.stat().st_size for path in (small.folder / "00000002").iterdir())
     sizes = [0, 1, 100, *range(300, largest, largest // 9)]
     for size in sizes:
-        with pytest.raises(UserError, match=r"00000003 could not be written.*resume"):
+        with pytest.raises(UserError, match=r"00000003 could not be written: is the disk full"):
             small.save(3, lambda size=size: limit(size))
         limit(resource.RLIM_INFINITY)
         assert names(small.folder) == ["00000001", "00000002"]
@@ -625,7 +625,7 @@ def test_what_follows_a_run_follows_a_resumed_one(
     with pytest.raises(Cut):
         ppo.run(adaptive)
     assert cli.main(["export", run_dir, str(out)]) == 2
-    assert "is not finished: go on with `resume" in capsys.readouterr().err
+    assert "is not finished: go on with `python -m trainer resume" in capsys.readouterr().err
     assert cli.main(["resume", run_dir]) == 0
     assert cli.main(["sample", run_dir, "--prompt", "the film"]) == 0
     assert cli.main(["report", run_dir]) == 0
