@@ -155,11 +155,10 @@ class Checkpoints:
             for name, part in self.parts.items():
                 if isinstance(part, Optimizer) and not steps_taken(part):
                     raise CheckFailed(
-                        f"{self.run_dir} has learned nothing: its {name} has taken no step, each "
-                        "was left out as it had no row to learn from, or gradients that are not "
-                        "finite (`skipped_steps` and `grad_norm` in metrics.jsonl); the likely "
-                        "cause: scores that are far too large, every response cut and dropped, a "
-                        "learning rate that is too high"
+                        f"{self.run_dir} has learned nothing: its {name} took no step, each had "
+                        "nothing to learn from or a gradient that is not finite (skipped_steps, "
+                        "grad_norm in metrics.jsonl); the likely cause: scores that are far too "
+                        "large, responses that are all cut and dropped, too high a learning rate"
                     )
 
     def _start(self, overwrite: bool, resume: bool) -> Path | None:

@@ -145,9 +145,10 @@ def short_names(sources: Sequence[str]) -> list[str]:
 def _ends(source: str) -> list[str]:
     """A reward's name, and what it is with one, two, … parts of its path before that."""
     where, colon, name = source.rpartition(":") if is_function(source) else (source, "", "")
-    path = where if colon and not where.endswith(".py") else os.path.abspath(where)
-    parts = path.split("." if path == where and colon else os.sep)
-    joined = [os.sep.join(parts[-n:]) for n in range(1, len(parts) + 1)]
+    module = bool(colon) and not where.endswith(".py")
+    path, separator = (where, ".") if module else (os.path.abspath(where), os.sep)
+    parts = path.split(separator)
+    joined = [separator.join(parts[-n:]) for n in range(1, len(parts) + 1)]
     return [name, *(f"{end}:{name}" for end in joined)] if colon else joined
 
 
@@ -173,16 +174,13 @@ def _from_function(
     def part(rollouts: Rollouts) -> Tensor:
         """What the function says of the texts."""
         names = {name for prompt in rollouts.prompts for name in prompt.columns}
-        columns = {
-            name: [prompt.columns.get(name) for prompt in rollouts.prompts]
-            for name in sorted(names)
-        }
+        rows = [copy.deepcopy((x.value, x.columns)) for x in rollouts.prompts]  # it may change them
+        columns = {name: [row.get(name) for _, row in rows] for name in sorted(names)}
         completions = tokenizer.batch_decode(rollouts.responses(), skip_special_tokens=True)
-        prompts, count = [prompt.value for prompt in rollouts.prompts], len(completions)
+        prompts, count = [value for value, _ in rows], len(rows)
         if prompts:  # a process may have none
             _require_fitting(function, source, columns)
-        given = copy.deepcopy((prompts, completions, columns))  # it may change what it is given
-        scores: Any = function(*given[:2], **given[2]) if prompts else []
+        scores: Any = function(prompts, completions, **columns) if prompts else []
         came = f"{len(scores)} in a" if isinstance(scores, (list, tuple)) else "a"
         came = f"{came} {type(scores).__name__}: {repr(scores)[:60]}"
         must = f"{source} must return a list of {count} numbers, and returned {came}"
