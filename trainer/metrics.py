@@ -138,8 +138,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        known = isinstance(error, OSError) and error.errno not in (*FULL, None)
-        why = error.strerror if known else f"is the disk full? ({error})"
+        why = f"is the disk full? ({error})"
+        if isinstance(error, OSError) and error.strerror and error.errno not in FULL:
+            why = error.strerror
         raise Unwritten(f"{path} could not be written: {why}") from error
 
 

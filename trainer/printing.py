@@ -21,9 +21,10 @@ class Steady:
 
     def write(self, text: str) -> int:
         """Writes text, or what of it can be shown."""
+        if self._stream is None:
+            return len(text)
         try:
-            if self._stream is not None:
-                self._stream.write(text)
+            self._stream.write(text)
         except UnicodeEncodeError:
             known = self._stream.encoding
             self.write(text.encode(known, "backslashreplace").decode(known))
@@ -33,9 +34,10 @@ class Steady:
 
     def flush(self) -> None:
         """Hands on what is held back."""
+        if self._stream is None:
+            return
         try:
-            if self._stream is not None:
-                self._stream.flush()
+            self._stream.flush()
         except (OSError, ValueError):
             self._drop()
 

@@ -188,7 +188,7 @@ def underway() -> None:
 
 def heard() -> int:
     """The signal that one of the processes has been sent; 0 without one. All must ask."""
-    return distributed.largest(_state.heard)
+    return int(distributed.largest(_state.heard))
 
 
 def _hear(signum: int, frame: FrameType | None) -> None:
