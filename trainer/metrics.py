@@ -178,7 +178,7 @@ class RunLog:
         self.stage, self.steps, self.done = stage, steps, done
         self._path = run_dir / "metrics.jsonl" if distributed.first() else Path(os.devnull)
         with writing(self._path):
-            self._file = self._path.open("a+", encoding="utf-8")
+            self._file = self._path.open("a+", encoding="utf-8", errors="backslashreplace")
         self._others: dict[str, Any] = {}  # those that are shown the same numbers
         if tensorboard and distributed.first():
             self._others["tensorboard"] = partial(_Board, run_dir, done)
