@@ -28,8 +28,10 @@ from .config import (  # noqa: E402
     PPOConfig,
     RewardConfig,
     SFTConfig,
+    Stopped,
     UserError,
 )
+from .printing import steady  # noqa: E402
 
 MANY = ("sft", "reward", "ppo", "resume")  # those that torchrun may start
 STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "demo": DemoConfig}
@@ -98,13 +100,18 @@ def main(argv: list[str] | None = None) -> int:
         argv: the words after the program's name; those of the process where not given.
 
     Returns:
-        Exit code: 0, 1 if a self-check stopped the run, 2 for a mistake of the caller's.
+        Exit code: 0, 1 if a self-check stopped the run, 2 for a mistake of the caller's, 128 and
+        its number for a signal.
     """
     if argv is None and BEGIN_AGAIN:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    with steady():
+        return _main(argv)
+
+
+def _main(argv: list[str] | None) -> int:
     try:
-        top = parser()
-        run(top.instantiate(top.parse_args(argv)))
+        run(_read(argv))
     except UserError as error:
         return _failed(str(error), 2)
     except ArgumentError as error:
@@ -112,7 +119,28 @@ def main(argv: list[str] | None = None) -> int:
         return _failed(": ".join([str(error), *reasons]), 2)
     except CheckFailed as error:
         return _failed(str(error), 1)
+    except Stopped as stop:
+        return _stopped(str(stop), stop.code)
+    except KeyboardInterrupt:
+        return _stopped("stopped", 130)
     return 0
+
+
+def _read(argv: list[str] | None) -> Namespace:
+    """The words of a command, and its file, each option of its type."""
+    top = parser()
+    try:
+        return top.instantiate(top.parse_args(argv))
+    except (ValueError, RecursionError) as error:  # bytes that are no text, numbers without an end
+        raise UserError(
+            f"--config: the file is not YAML in UTF-8 that can be read: {error}"
+        ) from None
+
+
+def _stopped(sentence: str, code: int) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(sentence, file=sys.stderr)
+    return code
 
 
 def _failed(sentence: str, code: int) -> int:
@@ -143,6 +171,9 @@ def _run(args: Namespace, given: Namespace) -> None:
         elif args.command == "demo":
             command.run(config)
         else:
+            spare = importlib.import_module(".checkpoint", __package__).spare
+            for path in given.config or ():
+                spare(Path(config.run_dir), {"config file": str(path)})
             command.run(config, given.overwrite)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from math import ceil, inf, isfinite
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args, get_type_hints
 
 WHOLE = "the log-probs that PPO compares are of the whole softmax, and so must be what is sampled"
 SupervisedStage = TypeVar("SupervisedStage", bound="Supervised")
@@ -20,8 +20,24 @@ class UserError(Exception):
     """A mistake that the caller can mend, told in one sentence. Exit code 2."""
 
 
+class Unwritten(UserError):
+    """What the disk did not take. A run that was underway can be gone on with."""
+
+
 class CheckFailed(Exception):
-    """Two things that must agree do not, so that a run would learn from noise. Exit code 1."""
+    """A run would learn from noise, as two things that must agree do not; or has learned nothing.
+
+    Exit code 1.
+    """
+
+
+class Stopped(BaseException):
+    """A signal has ended what was going on, as it was to. Exit code: 128 and its number."""
+
+    def __init__(self, signum: int, sentence: str) -> None:
+        """Takes what to tell."""
+        super().__init__(sentence)
+        self.code = 128 + signum
 
 
 def require(condition: bool, sentence: str) -> None:
@@ -33,6 +49,13 @@ def require(condition: bool, sentence: str) -> None:
 def _positive(config: object, *names: str) -> None:
     for name in names:
         require(getattr(config, name) > 0, f"{name} must be positive, got {getattr(config, name)}")
+
+
+def _no_nulls(config: object) -> None:
+    """A YAML file's null is taken for an option of any type, and says something of few of them."""
+    for name, kind in get_type_hints(type(config)).items():
+        null = getattr(config, name) is None and type(None) not in get_args(kind)
+        require(not null, f"{name} must have a value: it is null")
 
 
 def _not_negative(config: object, *names: str) -> None:
@@ -70,6 +93,7 @@ class Scratch:
 
     def check(self) -> None:
         """Raises a `UserError` for a value out of range."""
+        _no_nulls(self)
         _positive(self, "width", "layers", "heads")
         require(self.width % self.heads == 0, "scratch.width must be a multiple of scratch.heads")
         require(
@@ -112,9 +136,12 @@ class Stage:
 
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
+        _no_nulls(self)
         require(bool(self.run_dir), "run_dir is missing: the folder that the stage is to write to")
         require(bool(self.train), "train is missing: the rows to train on")
         _positive(self, "max_tokens_per_micro_batch", "max_grad_norm", "keep_last_checkpoints")
+        in_range = -(2**63) <= self.seed < 2**63
+        require(in_range, f"seed must be within 64 bits, -2**63 to 2**63 - 1, got {self.seed}")
         require(
             self.tracker is None or find_spec(self.tracker) is not None,
             f"tracker needs {self.tracker}: pip install 'ppokern[{self.tracker}]'",
@@ -177,9 +204,13 @@ class Supervised(Stage):
         )
         return replace(self, steps=steps)
 
+    def finished_after(self, step: int) -> bool:
+        """Whether this step is the last."""
+        return step >= self.steps
+
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
-        return step % self.save_every_steps == 0 or step == self.steps
+        return step % self.save_every_steps == 0 or self.finished_after(step)
 
     def evaluates_after(self, step: int) -> bool:
         """Whether the model of this step is measured."""
@@ -425,9 +456,13 @@ class PPOConfig(Stage):
         self._check_evaluation()
         self._check_kl()
 
+    def finished_after(self, step: int) -> bool:
+        """Whether this update is the last."""
+        return step >= self.updates
+
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after this update."""
-        return step % self.save_every_updates == 0 or step == self.updates
+        return step % self.save_every_updates == 0 or self.finished_after(step)
 
     def prompt_files(self) -> dict[str, float]:
         """The weight of each file of prompts."""
@@ -526,6 +561,8 @@ class DemoConfig:
 
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range, in any stage."""
+        for config in (self, self.sft, self.reward_model, self.ppo):
+            _no_nulls(config)
         require(
             bool(self.reward) or not self.text,
             "--text needs --reward FILE.py:name: own text has no preferences to learn from",

@@ -244,9 +244,9 @@ def _blocks(modules: Sequence[nn.Module], option: str) -> list[nn.Module]:
 def lent(device: torch.device, *modules: nn.Module) -> Iterator[None]:
     """Inside, copies of the modules' weights are on `device`; what is written there is lost."""
     held = [(x, x.data) for part in modules for x in (*part.parameters(), *part.buffers())]
-    for x, at_rest in held:
-        x.data = at_rest.to(device, copy=True)
     try:
+        for x, at_rest in held:  # the device may have no room for the last of them
+            x.data = at_rest.to(device, copy=True)
         yield
     finally:
         for x, at_rest in held:

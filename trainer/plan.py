@@ -31,6 +31,7 @@ from .models import (
     require_model,
     scratch_config,
 )
+from .scoring import is_function
 from .supervised import require_room, rows_of
 
 LOGITS_BYTES = 2**28  # ppokern's ops hold no more at a time
@@ -145,7 +146,7 @@ def _trained(config: PPOConfig) -> int:
 
 def _frozen(config: PPOConfig) -> int:
     sources = [*config.rewards, *([config.judge] if config.judge else [])]
-    return 1 + sum(":" not in source for source in sources)
+    return 1 + sum(not is_function(source) for source in sources)
 
 
 def _cuts(rows: int, tokens: int, most: int) -> str:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from ppokern import kl_estimate, ppo_value_loss
@@ -51,10 +50,19 @@ from .models import (
     new_scorer,
     pick_device,
 )
-from .optimise import Trained, adamw, clipped_step
+from .optimise import Trained, adamw, clipped_step, steps_taken
 from .rollout import Engine, Rollouts, generate
+from .running import stage
 from .sample import respond, side_by_side
-from .scoring import RewardPart, Scaling, load_rewards, models_of, score, source_file
+from .scoring import (
+    RewardPart,
+    Scaling,
+    is_function,
+    load_rewards,
+    models_of,
+    score,
+    source_file,
+)
 
 
 @dataclass
@@ -150,6 +158,7 @@ class PenaltyController:
         self.coef = state_dict["coef"]
 
 
+@stage
 def run(
     config: PPOConfig,
     overwrite: bool = False,
@@ -160,7 +169,6 @@ def run(
 
     `engine` samples what is learned from, in place of `generate`; evaluation does not ask it.
     """
-    config.check()
     device = pick_device(config.offload_frozen)
     models = load(config, device)
     longest = config.longest_prompt(models.context_tokens())
@@ -319,7 +327,7 @@ def inputs(config: PPOConfig) -> dict[str, Path | str]:
     functions = {f"reward {source}": source for source in config.rewards}
     functions |= {"judge": config.judge} if config.judge else {}
     rewards = {
-        name: source_file(source) if ":" in source else Path(source)
+        name: source_file(source) if is_function(source) else Path(source)
         for name, source in functions.items()
     }
     heldout = {"held-out data": config.heldout} if config.heldout else {}
@@ -355,7 +363,8 @@ def learn(
         if config.target_kl is not None and moved > config.target_kl:
             metrics.add("early_stops", 1.0)
             break
-        norms, stepped = clipped_step(trained, config.max_grad_norm)
+        learned = not math.isnan(moved)
+        norms, stepped = clipped_step(trained, config.max_grad_norm, learned)
         taken += stepped
         metrics.add("skipped_steps", not stepped)
         for name, norm in zip(learning, norms, strict=True):
@@ -487,12 +496,6 @@ POLICY_STATS = {
     "policy/clipfrac_avg": "clip_fraction",
     "val/ratio": "ratio_mean",
 }
-
-
-def steps_taken(optimizer: Optimizer) -> int:
-    """How many steps an Adam has taken, by its own count."""
-    counts = {int(state["step"]) for state in optimizer.state.values()}
-    return max(counts, default=0)
 
 
 def observe(

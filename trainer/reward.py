@@ -25,14 +25,15 @@ from .config import RewardConfig, require
 from .data import Pair, micro_batches, packed, read_pairs
 from .metrics import Metrics
 from .models import Scorer, load_tokenizer, new_scorer
+from .running import stage
 from .supervised import Training, require_room, rows_of
 
 NOTHING = Pair([0], [0])  # stands where a process has no pair, and counts for nothing
 
 
+@stage
 def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> dict[str, float]:
     """Trains, writes the model to `run_dir/model`, and returns its accuracy on held-out pairs."""
-    config.check()
     tokenizer, scorer = load_tokenizer(config.model), new_scorer(config.model)
     require_room(config, scorer.context_tokens)
     read = partial(read_pairs, tokenizer=tokenizer, max_tokens=config.max_tokens)

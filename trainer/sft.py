@@ -23,6 +23,7 @@ from .config import SFTConfig
 from .data import Example, micro_batches, packed, read_examples, read_rows, train_tokenizer
 from .metrics import Metrics
 from .models import Policy, load_policy, load_tokenizer, new_policy
+from .running import stage
 from .supervised import Training, require_room, rows_of
 
 # ids, cu_seqlens, mask of the tokens before those to learn, whether it is the last
@@ -30,9 +31,9 @@ Batch = tuple[Tensor, Tensor, Tensor, bool]
 NOTHING = Example([0], 1)  # a token that none follows: nothing to learn
 
 
+@stage
 def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dict[str, float]:
     """Trains, writes the model to `run_dir/model`, and returns the loss on held-out text."""
-    config.check()
     tokenizer, policy = _start(config)
     read = partial(read_examples, tokenizer=tokenizer, max_tokens=config.max_tokens)
     train, heldout = rows_of(config, read)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 
 from trainer import __main__ as cli
 from trainer import check, ppo
-from trainer.config import CheckFailed, PPOConfig, SFTConfig
+from trainer.config import CheckFailed, PPOConfig, SFTConfig, Stopped
 from trainer.data import read_examples
 from trainer.models import load_tokenizer
 from trainer.supervised import rows_of
@@ -273,6 +274,74 @@ def test_a_model_that_brings_code_is_refused_and_nobody_is_asked(
     for more in ([], ["--dry_run"]):
         refused(["ppo", *flags, f"--model={folder}", *more], "model contains custom code", capsys)
     assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"\x80\xff\x00", "--config: the file is not YAML in UTF-8"),
+        ("steps: 3".encode("utf-16"), "--config: the file is not YAML in UTF-8"),
+        (b"a: &a [*a]", "--config: the file is not YAML"),
+        (b"steps: " + b"9" * 5000, "--config: the file is not YAML"),
+        (b"steps: null", "steps must have a value: it is null"),
+        (b"scratch: {width: null}", "width must have a value: it is null"),
+        (b"model: null", "model must have a value: it is null"),
+        (b"seed: 99999999999999999999", "seed must be within 64 bits"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_told_in_a_sentence(
+    content: bytes, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    given = [f"--config={path}", f"--run_dir={tmp_path}/run", "--train=t", "--heldout=h"]
+    refused(["sft", *given], sentence, capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nulls_in_the_demos_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    for content in ("reward_model: {max_tokens: null}", "sft: {steps: null}", "seed: null"):
+        path.write_text(content)
+        refused(["demo", f"--config={path}", f"--run_dir={tmp_path}/x"], "it is null", capsys)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
+def test_the_ends_of_what_a_seed_may_be(seed: int, ppo_config: PPOConfig) -> None:
+    ppo.run(replace(ppo_config, seed=seed, updates=1))
+
+
+@pytest.mark.parametrize(("signum", "code"), [(2, 130), (15, 143)])
+def test_what_a_signal_has_ended_tells_its_code(
+    signum: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any) -> None:
+        raise Stopped(signum, "runs/x stopped")
+
+    monkeypatch.setattr(cli, "run", stopped)
+    assert cli.main(["resume", "runs/x"]) == code
+    assert capsys.readouterr().err == "runs/x stopped\n"
+
+
+def test_a_command_that_no_run_is_in_ends_at_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    assert cli.main(["report", "runs/x"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
+@pytest.mark.parametrize("there", ["out", "out.partial"])
+def test_export_writes_over_nothing(
+    there: str, trained: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = str(Path(trained["model"]).parent)
+    (tmp_path / there).symlink_to(tmp_path / "nowhere")
+    refused(["export", run_dir, str(tmp_path / "out")], f"{there} exists: name a folder", capsys)
+    assert (tmp_path / there).is_symlink()
 
 
 FORBIDDEN = (

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from ppokern import linear_selected_logprobs
 from trainer import distributed, heartbeat, ppo, reward, sft
-from trainer.config import PPOConfig, RewardConfig, SFTConfig
+from trainer.checkpoint import damage_of
+from trainer.config import PPOConfig, RewardConfig, SFTConfig, Stopped
 from trainer.data import packed
 from trainer.metrics import VARYING, Metrics
 from trainer.optimise import adamw
@@ -68,6 +69,12 @@ def orphaned(prompts, completions):
     if os.environ["RANK"] == "1":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
+    return vowels(prompts, completions)
+
+
+def signalled(prompts, completions):
+    if os.environ.get("RANK", "0") == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
     return vowels(prompts, completions)
 
 
@@ -187,6 +194,19 @@ def do_all(configs: dict[str, Any], folder: Path, rank: int) -> None:
             start(config, folder / way / name, parallel=way)
         for name in filter(configs.__contains__, BACK):
             start(configs[name], folder / way / f"{name}_back", resume=True, parallel=way)
+        signalled(configs["ppo"], folder / way / "signalled", way, rank)
+
+
+def signalled(config: PPOConfig, run_dir: Path, way: str, rank: int) -> None:
+    """One of two processes is sent a signal: both end the run after its first update."""
+    (source,) = config.rewards
+    os.environ["RANK"] = str(rank)
+    source = source.replace("vowels", "signalled")
+    options = {"rewards": {source: 1.0}, "parallel": way, "save_every_updates": 5, "updates": 5}
+    try:
+        start(config, run_dir, **options)
+    except Stopped as stop:
+        Path(f"{run_dir} {rank}").write_text(f"{stop.code} {stop}")
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +288,17 @@ def test_a_run_saved_by_two_is_gone_on_with_by_one(runs: Path, stage: str, way: 
 def test_a_run_saved_by_one_is_gone_on_with_by_two(runs: Path, stage: str, way: str) -> None:
     needs(stage)
     assert_same(runs / "one" / stage, runs / way / f"{stage}_back")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_signal_to_one_process_ends_the_run_of_all(runs: Path, way: str) -> None:
+    run_dir = runs / way / "signalled"
+    resume = f"`torchrun --nproc-per-node=2 -m trainer resume {run_dir}` goes on"
+    for rank in (0, 1):
+        told = Path(f"{run_dir} {rank}").read_text()
+        assert told == f"143 {run_dir} stopped after step 1: {resume}"
+    assert len(lines(run_dir)) == 1
+    assert damage_of(run_dir / "checkpoints/00000001") == ""
 
 
 @pytest.mark.parametrize("way", ("one", *WAYS))
