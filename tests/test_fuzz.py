@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ppokern
+from ppokern._check import FLOATS
 
 
 class Own(Tensor):
@@ -120,7 +121,8 @@ TENSORS: list[Callable[[Tensor], Odd]] = [
 NUMBERS = [0, 1, 2, -1, 0.5, 1e39, -1e39, 1e-50, math.nan, math.inf, -math.inf, 10**400, 2**63]
 NUMBERS += [True, "1", None, Fraction(1, 2), np.float32(0.5), np.float64(0.5), np.int64(2)]
 NUMBERS += [np.float32("nan"), torch.tensor(0.5), torch.tensor(-1.0), [0.5], (0.1, 0.2), 1j]
-BOUNDARIES = [[0, 3, 2**30], [0, -5, 9], [0, 7, 3, 9], [0], [], [0, 9, 9, 9], [[0, 9]], [0.0, 9.0]]
+MOVED = (("pack", "x"), ("unpack", "values"))  # of any dtype
+BOUNDARIES = [[0, 3, 10**6], [0, -5, 9], [0, 7, 3, 9], [0], [], [0, 9, 9, 9], [[0, 9]], [0.0, 9.0]]
 
 EVERY = {
     **calls.every(),
@@ -141,7 +143,14 @@ def odd(name: str, argument: str, which: int) -> Odd:
     if argument == "cu_seqlens":
         return Odd(torch.tensor(BOUNDARIES[which % len(BOUNDARIES)]), fails=False)
     if isinstance(x, Tensor):
-        return TENSORS[which % len(TENSORS)](x)
+        drawn = TENSORS[which % len(TENSORS)](x)
+        if (
+            (name, argument) in MOVED
+            and isinstance(y := drawn.value, Tensor)
+            and y.dtype != x.dtype
+        ):
+            return right(y, y)
+        return drawn
     return Odd(NUMBERS[which % len(NUMBERS)], NUMBERS[which % len(NUMBERS)], False)
 
 
@@ -151,7 +160,7 @@ def outcome(name: str, changes: dict[str, Any], backend: str = "") -> list[Tenso
     args = {**call.args, **changes}
     leaves = {
         k: x.detach().requires_grad_()
-        if k in call.flows and type(x) in (Tensor, Own) and x.is_floating_point()
+        if k in call.flows and type(x) in (Tensor, Own) and x.dtype in FLOATS
         else x
         for k, x in args.items()
     }

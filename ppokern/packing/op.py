@@ -1,7 +1,7 @@
 """Packing of padded sequences and back. Plain indexing, which no kernel would make faster."""
 
-from math import isfinite
-from numbers import Number
+from math import inf
+from numbers import Complex, Real
 from typing import NamedTuple
 
 import torch
@@ -84,7 +84,7 @@ def unpack(
         _check.fail("values", "shape (total, ...)", "a 0-d tensor")
     _check.cu_seqlens(cu_seqlens, values.shape[:1], values.device)
     total = len(values)
-    _check_fill(fill, values.dtype)
+    filler = _filler(fill, values)
     lengths = cu_seqlens.diff().long()
     if length is None:
         length = int(lengths.max()) if lengths.numel() else 0
@@ -103,7 +103,7 @@ def unpack(
     if values.shape[0] == 0:  # a row to index, from which nothing is taken
         values = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
     rows = values[source.clamp(0, values.shape[0] - 1)]
-    rows = torch.where(inside.view(*inside.shape, *extra), rows, _scalar(fill, values))
+    rows = torch.where(inside.view(*inside.shape, *extra), rows, filler)
     if not _check.values_of(lengths) and values.is_floating_point():
         good = well_formed(cu_seqlens, total) & (lengths <= length).all()
         rows = torch.where(good, rows, torch.nan)
@@ -160,21 +160,23 @@ def next_token_targets(
     return torch.where(mask, token_ids.roll(-1), _scalar(nothing, token_ids)), mask
 
 
-def _check_fill(fill: float, dtype: torch.dtype) -> None:
-    """Check that a dtype holds `fill`."""
-    if not isinstance(fill, Number):
+def _filler(fill: float, values: Tensor) -> Tensor:
+    """Return what fills padding, in the dtype of `values`, which has to hold it."""
+    dtype = values.dtype
+    if not isinstance(fill, Complex if dtype.is_complex else Real):
         _check.fail("fill", "a number", type(fill).__name__, TypeError)
     if dtype.is_complex:
-        return
+        return _scalar(fill, values)
     if dtype.is_floating_point:
-        held = not isfinite(fill) or abs(fill) <= torch.finfo(dtype).max
+        held = fill != fill or abs(fill) == inf or abs(fill) <= torch.finfo(dtype).max
     elif dtype == torch.bool:
         held = fill in (0, 1)
     else:
         held = torch.iinfo(dtype).min <= fill <= torch.iinfo(dtype).max and fill == int(fill)
     if not held:
         _check.fail("fill", f"a number that {dtype} holds, as the values are", fill)
+    return _scalar(float(fill) if dtype.is_floating_point else int(fill), values)
 
 
-def _scalar(value: float, like: Tensor) -> Tensor:
+def _scalar(value: complex, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device)
