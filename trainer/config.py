@@ -31,7 +31,7 @@ class CheckFailed(Exception):
     """
 
 
-class Stopped(BaseException):
+class Stopped(KeyboardInterrupt):
     """A signal has ended what was going on, as it was to. Exit code: 128 and its number."""
 
     def __init__(self, signum: int, sentence: str) -> None:

@@ -24,6 +24,7 @@ from crash import differences, forked, make_stages
 
 from trainer import __main__ as cli
 from trainer.config import PPOConfig
+from trainer.metrics import RunLog
 
 SLOW = """
 import os
@@ -51,9 +52,23 @@ time.sleep(60)
 class Started:
     """A command in a fork."""
 
-    def __init__(self, argv: list[str], log: Path) -> None:
+    def __init__(self, argv: list[str], log: Path, signum: int = 0) -> None:
+        """Once it has written its third line of metrics it gets a signal, if that is asked for."""
         self.log = log
-        self.pid = forked(lambda: os._exit(flushed(cli.main(argv))), log)
+        self.pid = forked(lambda: self._work(argv, signum), log)
+
+    def _work(self, argv: list[str], signum: int) -> None:
+        inner = RunLog.write
+
+        def write(log: RunLog, step: int, *rest: Any) -> None:
+            inner(log, step, *rest)
+            if step == 3 and signum:
+                os.kill(os.getpid(), signum)
+
+        RunLog.write = write
+        code = cli.main(argv)
+        sys.stdout.flush()
+        os._exit(code)
 
     def wait_for(self, come: Callable[[], bool]) -> None:
         """Waits until something has come of it, a minute at most."""
@@ -74,16 +89,6 @@ class Started:
         return os.waitstatus_to_exitcode(status), self.log.read_text()
 
 
-def flushed(code: int) -> int:
-    sys.stdout.flush()
-    return code
-
-
-def lines(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
 def main(folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     stages = make_stages(folder)
@@ -91,10 +96,12 @@ def main(folder: Path) -> dict[str, Any]:
     (folder / "waiting.py").write_text(WAITING)
     found: dict[str, Any] = {}
 
-    def start(name: str, *argv: str) -> Started:
-        return Started(list(argv), folder / f"{name}.log")
+    def start(name: str, *argv: str, signum: int = 0) -> Started:
+        return Started(list(argv), folder / f"{name}.log", signum)
 
     for stage, (_, config) in stages.items():
+        short: Any = {"updates": 5} if stage == "ppo" else {"steps": 8}
+        config = dataclasses.replace(config, **short)
         path = folder / f"{stage}.yaml"
         path.write_text(yaml.safe_dump(dataclasses.asdict(config)))
         uncut = folder / "uncut" / stage
@@ -105,12 +112,8 @@ def main(folder: Path) -> dict[str, Any]:
     sent = {"sft": signal.SIGINT, "reward": signal.SIGTERM, "ppo": signal.SIGINT}
     for stage, signum in sent.items():
         run_dir = folder / f"{stage} cut"
-        run = start(
-            f"{stage} cut", stage, f"--config={folder}/{stage}.yaml", f"--run_dir={run_dir}"
-        )
-        run.wait_for(lambda run_dir=run_dir: lines(run_dir) >= 1)
-        run.signal(signum)
-        found[f"{stage} cut"] = run.end()
+        argv = [stage, f"--config={folder}/{stage}.yaml", f"--run_dir={run_dir}"]
+        found[f"{stage} cut"] = start(f"{stage} cut", *argv, signum=signum).end()
         found[f"{stage} kept"] = sorted(x.name for x in (run_dir / "checkpoints").iterdir())
         found[f"{stage} left"] = (run_dir / "lock").exists()
         found[f"{stage} resumed"] = start(f"{stage} resumed", "resume", str(run_dir)).end()
