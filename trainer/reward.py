@@ -12,6 +12,7 @@ Source: Bradley and Terry 1952; Ouyang et al. 2022, equation 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
@@ -61,7 +62,12 @@ def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> 
 
         result = training.result()
         mean, std = result["score_mean"], result["score_std"]
-        require(std > 0, "all held-out texts have one score: it tells none from another")
+        require(  # else no score could be told in its units, nor the model be loaded
+            0 < std < math.inf,
+            f"the scores of the held-out texts spread by {std}: the head has learned nothing, or "
+            f"{config.heldout or config.train} has nothing to tell apart; no reward model is "
+            "written",
+        )
         record = {"score_mean": mean, "score_std": std, "reward_head_trained": True}
         scorer.model.config.update(record)
         training.save()
