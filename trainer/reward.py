@@ -12,6 +12,7 @@ Source: Bradley and Terry 1952; Ouyang et al. 2022, equation 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -80,6 +81,12 @@ def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> 
         with distributed.whole(scorer):
             result = _measure(scorer, heldout, config.max_tokens_per_micro_batch, device)
         log.print(f"reward: right on {result['accuracy']:.1%} of {len(heldout)} held-out pairs")
+    spread = result["score_std"]
+    require(  # else no score could be told in its units, nor the model be loaded
+        0 < spread < math.inf,
+        f"the scores of the held-out texts spread by {spread}: the head has learned nothing, or "
+        f"{config.heldout} has nothing to tell apart; no reward model is written",
+    )
     record = {
         "score_mean": result["score_mean"],
         "score_std": result["score_std"],

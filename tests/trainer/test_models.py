@@ -10,8 +10,8 @@ from tiny import TINY
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
 
-from trainer import attention, check
-from trainer.config import CheckFailed, UserError
+from trainer import attention, check, reward
+from trainer.config import CheckFailed, RewardConfig, UserError
 from trainer.data import packed
 from trainer.models import (
     Policy,
@@ -162,6 +162,23 @@ def test_a_folder_without_a_trained_reward_head_is_an_error(trained: dict, tmp_p
     (folder / "config.json").write_text(json.dumps(config | {"reward_head_trained": True}))
     with pytest.raises(UserError, match=sentence):
         load_scorer(str(folder))
+
+
+def test_a_reward_model_whose_scores_do_not_differ_is_not_written(
+    trained: dict, text: Path, tmp_path: Path
+) -> None:
+    config = RewardConfig(
+        run_dir=str(tmp_path / "reward"),
+        model=trained["model"],
+        train=str(text / "train_pairs.jsonl"),
+        heldout=str(text / "heldout_pairs.jsonl"),
+        steps=1,
+        max_tokens=32,
+        learning_rate=1e-60,  # the head stays at zero
+    )
+    with pytest.raises(UserError, match=r"spread by 0\.0: the head has learned nothing"):
+        reward.run(config)
+    assert not (tmp_path / "reward/model").exists()
 
 
 def test_a_critic_is_no_reward_model(trained: dict, ppo_config, tmp_path: Path) -> None:
