@@ -103,7 +103,8 @@ def read_prompts(
         require(texts, "prompt_tokens takes the beginning of a text, not of messages")
         ids = encode.whole(value).ids[:-1]
         ids = ids[: prompt_tokens + (ids[:1] == [encode.bos])]
-        return Prompt(ids, tokenizer.decode(ids, skip_special_tokens=True), columns)
+        text: Any = tokenizer.decode(ids, skip_special_tokens=True)
+        return Prompt(ids, text, columns)
 
     prompts, long = _encoded(rows, prompt), _longer_than(max_tokens)
     return _kept(path, prompts, long, lambda prompt: len(prompt.ids) > max_tokens)
@@ -301,9 +302,10 @@ class Encoder:
         """Puts the BOS before ids of a text that it brings itself or the tokenizer puts there."""
         own = self._tokens(text)[:1] == [self.bos]
         ids = ([self.bos] if own else self._begin) + ids
-        empty = "a text or prompt is empty, and the tokenizer has no BOS"
-        require(bool(ids) or self.bos is not None, empty)
-        return ids or [self.bos]
+        if not ids:
+            require(self.bos is not None, "a text or prompt is empty, and the tokenizer has no BOS")
+            return [self.bos]
+        return ids
 
     def _without_bos(self, ids: list[int]) -> list[int]:
         return list(itertools.dropwhile(lambda token: token == self.bos, ids))
@@ -328,7 +330,8 @@ class Encoder:
     def _answered(self, ids: list[int]) -> list[int]:
         """What a template puts before the end; it may put a line break behind it."""
         behind = list(itertools.takewhile(lambda token: token != self.eos, reversed(ids)))
-        ended = len(behind) < len(ids) and not self.tokenizer.decode(behind[::-1]).strip()
+        text: Any = self.tokenizer.decode(behind[::-1])
+        ended = len(behind) < len(ids) and not text.strip()
         return self._unended(ids[: len(ids) - len(behind)]) if ended else ids
 
 

@@ -68,7 +68,7 @@ def _jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
                 json.dumps(row, ensure_ascii=False).encode()
         except json.JSONDecodeError as error:
             raise UserError(f"{path}, line {number}: not JSON ({error.msg})") from None
-        except UnicodeError as error:
+        except (UnicodeDecodeError, UnicodeEncodeError) as error:
             raise UserError(f"{path}, line {number}: not UTF-8 ({error.reason})") from None
         except (ValueError, RecursionError) as error:  # thousands of digits, of brackets
             raise UserError(f"{path}, line {number}: JSON that is too much ({error})") from None

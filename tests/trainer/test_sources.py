@@ -292,7 +292,7 @@ def test_what_a_library_raises_at_a_row_is_told_with_its_number(
 
     made = Undecodable.from_list([{"text": "a"}]).data
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Undecodable(made))
-    with pytest.raises(UserError, match="hub:some/one, row 2: cannot be read .broken PNG file"):
+    with pytest.raises(UserError, match=r"hub:some/one, row 2: cannot be read .broken PNG file"):
         read_rows("hub:some/one", "text")
 
 
