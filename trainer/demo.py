@@ -31,7 +31,7 @@ from rich.table import Table
 
 from . import ppo, report, reward, sft
 from .checkpoint import is_output, write_json
-from .config import DemoConfig, PPOConfig, require
+from .config import DemoConfig, PPOConfig, UserError, require
 from .data import installed_file, read_prompts, read_rows, write_rows
 from .lora import load_trained
 from .metrics import console, distinct, repeated
@@ -201,11 +201,11 @@ def own_texts(path: str) -> list[dict[str, Any]]:
     if path.endswith((".jsonl", ".parquet")) or path.startswith(HUB):
         return read_rows(path, "text")
     require(Path(path).is_file(), f"{path} is not a file")
-    rows = [
-        {"text": line.strip()}
-        for line in Path(path).read_text(encoding="utf-8").split("\n")
-        if line.strip()
-    ]
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 ({error.reason})") from None
+    rows = [{"text": line.strip()} for line in lines if line.strip()]
     require(bool(rows), f"{path} is empty")
     return rows
 

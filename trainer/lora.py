@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from . import distributed
 from .checkpoint import fingerprint, read_json, save_model, staged, write_json
 from .config import UserError, require
-from .models import Policy, load_policy
+from .models import Policy, load_policy, require_whole, settings_of
 
 
 def add_adapter(policy: Policy, folder: str, rank: int, alpha: float, seed: int) -> Policy:
@@ -118,6 +118,8 @@ def load_trained(folder: str) -> Policy:
     if not (path / "adapter_config.json").is_file():
         return load_policy(folder)
     peft = _peft()
+    settings_of(path / "adapter_config.json")
+    require_whole(path / "adapter_model.safetensors")
     base = read_json(path / "base.json")
     policy = load_policy(base["folder"])
     require(

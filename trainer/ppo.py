@@ -308,7 +308,9 @@ def load(config: PPOConfig, device: torch.device) -> Models:
     if config.critic_kind == "head":
         critic = ValueHead(policy.lm.config.hidden_size)
     else:
-        critic = load_scorer(config.critic) if config.critic else new_scorer(config.model)
+        critic = (
+            load_scorer(config.critic, tokenizer) if config.critic else new_scorer(config.model)
+        )
         critic.model.config.update({"reward_head_trained": False})  # it foresees, it gives none
     models = Models(
         tokenizer,

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from . import distributed
 from .config import UserError, require
 from .data import end_token, packed, sums
-from .models import Scorer, forward_all, load_scorer, load_tokenizer
+from .models import Scorer, forward_all, load_scorer
 from .rollout import Rollouts
 
 RewardFunction = Callable[..., list[float]]
@@ -107,7 +107,7 @@ def load_rewards(
 
     Args:
         weights: of reward models' folders, `FILE.py:name` or `module:name`.
-        tokenizer: the policy's; a reward model must have the same.
+        tokenizer: the policy's; a reward model must have been made for its ids.
         device: for reward models.
         max_tokens_per_micro_batch: most tokens in one forward pass.
     """
@@ -117,9 +117,7 @@ def load_rewards(
             function = load_function(source)
             parts.append(RewardPart(name, weight, _from_function(function, source, tokenizer)))
         else:
-            model = load_scorer(source).requires_grad_(False).to(device)
-            same = load_tokenizer(source).get_vocab() == tokenizer.get_vocab()
-            require(same, f"the reward model in {source} has another vocabulary than the policy")
+            model = load_scorer(source, tokenizer).requires_grad_(False).to(device)
             rule = _from_model(model, end_token(tokenizer), max_tokens_per_micro_batch)
             parts.append(RewardPart(name, weight, rule, model))
     return parts

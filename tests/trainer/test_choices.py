@@ -352,8 +352,8 @@ def test_held_out_prompts_leave_room_in_the_judges_context(
     """A judge that reads less than the policy: longer prompts are left out, or none would fit."""
     inner, asked = scoring.load_scorer, []
 
-    def short(folder: str) -> Any:
-        scorer = inner(folder)
+    def short(folder: str, *args: Any) -> Any:
+        scorer = inner(folder, *args)
         if folder == judge:
             scorer.model.config.max_position_embeddings = context
         return scorer
