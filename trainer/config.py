@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from math import isfinite
-from typing import Literal
+from typing import ClassVar, Literal
 
-WHOLE = "the log-probs that PPO compares are of the whole softmax, and so must be what is sampled"
-REFUSED = {"top_p": WHOLE, "top_k": WHOLE}  # options that others have, and why there are none here
+from ppokern._install import pip_install
 
 
 class UserError(Exception):
@@ -73,6 +72,12 @@ class Scratch:
 class Stage:
     """What all stages have in common."""
 
+    # without a default that would do, and what each is
+    REQUIRED: ClassVar[dict[str, str]] = {
+        "run_dir": "the folder that the stage is to write to",
+        "train": "the rows to train on",
+    }
+
     run_dir: str = ""
     """Folder that the stage makes and writes to."""
     model: str = ""
@@ -102,18 +107,21 @@ class Stage:
 
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
-        require(bool(self.run_dir), "run_dir is missing: the folder that the stage is to write to")
-        require(bool(self.train), "train is missing: the rows to train on")
+        missing = {name: what for name, what in self.REQUIRED.items() if not getattr(self, name)}
+        told = "; ".join(f"{name} is missing: {what}" for name, what in missing.items())
+        require(not missing, told)
         _positive(self, "max_tokens_per_micro_batch", "max_grad_norm", "keep_last_checkpoints")
         require(
             self.tracker is None or find_spec(self.tracker) is not None,
-            f"tracker needs {self.tracker}: pip install 'ppokern[{self.tracker}]'",
+            f"tracker needs {self.tracker}: {pip_install(self.tracker or '')}",
         )
 
 
 @dataclass
 class Supervised(Stage):
     """What the supervised stages have in common: AdamW, a warm-up, a cosine to a twentieth."""
+
+    REQUIRED = Stage.REQUIRED | {"heldout": "the rows to measure on"}
 
     heldout: str = ""
     """Rows to measure on, named as those to train on."""
@@ -133,7 +141,6 @@ class Supervised(Stage):
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
-        require(bool(self.heldout), "heldout is missing: the rows to measure on")
         require(self.max_tokens >= 2, "max_tokens must be at least 2")
         _positive(self, "steps", "learning_rate", "save_every_steps")
         _not_negative(self, "warmup_steps", "weight_decay")
@@ -171,22 +178,27 @@ class SFTConfig(Supervised):
 class RewardConfig(Supervised):
     """A reward model from preferences: `{"prompt", "chosen", "rejected"}`."""
 
+    REQUIRED = Supervised.REQUIRED | {
+        "model": "the folder of the model that the reward model starts from"
+    }
+
     pairs_per_step: int = 16
     """Pairs of one optimiser step, alike in length."""
 
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
-        require(
-            bool(self.model),
-            "model is missing: the folder of the model that the reward model starts from",
-        )
         _positive(self, "pairs_per_step")
 
 
 @dataclass
 class PPOConfig(Stage):
     """PPO with four models: policy, critic, frozen reference, frozen reward model or functions."""
+
+    REQUIRED = Stage.REQUIRED | {
+        "model": "the folder of the model that policy and reference start from",
+        "rewards": "a reward model's folder or a function, with its weight",
+    }
 
     train: dict[str, float] | str = ""
     """Rows of prompts, or several sources, each with its share of an update's prompts as weight."""
@@ -303,14 +315,9 @@ class PPOConfig(Stage):
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
         require(
-            bool(self.model),
-            "model is missing: the folder of the model that policy and reference start from",
-        )
-        require(
             all(0 < weight < float("inf") for weight in self.prompt_files().values()),
             "train: the weight of each file must be positive",
         )
-        require(bool(self.rewards), "rewards is empty: name a reward model's folder or a function")
         require(
             all(isfinite(weight) for weight in self.rewards.values()),
             "rewards: the weight of each part must be a number, and finite",
