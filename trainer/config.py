@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from math import ceil, inf, isfinite
-from typing import Literal, TypeVar, get_args, get_type_hints
+from typing import ClassVar, Literal, TypeVar, get_args, get_type_hints
 
-WHOLE = "the log-probs that PPO compares are of the whole softmax, and so must be what is sampled"
+from ppokern._install import pip_install
+
 SupervisedStage = TypeVar("SupervisedStage", bound="Supervised")
-REFUSED = {"top_p": WHOLE, "top_k": WHOLE}  # options that others have, and why there are none here
 
 
 class UserError(Exception):
@@ -107,6 +107,12 @@ class Scratch:
 class Stage:
     """What all stages have in common."""
 
+    # without a default that would do, and what each is
+    REQUIRED: ClassVar[dict[str, str]] = {
+        "run_dir": "the folder that the stage is to write to",
+        "train": "the rows to train on",
+    }
+
     run_dir: str = ""
     """Folder that the stage makes and writes to."""
     model: str = ""
@@ -137,14 +143,15 @@ class Stage:
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         _no_nulls(self)
-        require(bool(self.run_dir), "run_dir is missing: the folder that the stage is to write to")
-        require(bool(self.train), "train is missing: the rows to train on")
+        missing = {name: what for name, what in self.REQUIRED.items() if not getattr(self, name)}
+        told = "; ".join(f"{name} is missing: {what}" for name, what in missing.items())
+        require(not missing, told)
         _positive(self, "max_tokens_per_micro_batch", "max_grad_norm", "keep_last_checkpoints")
         in_range = -(2**63) <= self.seed < 2**63
         require(in_range, f"seed must be within 64 bits, -2**63 to 2**63 - 1, got {self.seed}")
         require(
             self.tracker is None or find_spec(self.tracker) is not None,
-            f"tracker needs {self.tracker}: pip install 'ppokern[{self.tracker}]'",
+            f"tracker needs {self.tracker}: {pip_install(self.tracker or '')}",
         )
 
 
@@ -255,6 +262,10 @@ class SFTConfig(Supervised):
 class RewardConfig(Supervised):
     """A reward model from preferences: `{"prompt", "chosen", "rejected"}`."""
 
+    REQUIRED = Supervised.REQUIRED | {
+        "model": "the folder of the model that the reward model starts from"
+    }
+
     pairs_per_step: int = 16
     """Pairs of one optimiser step, alike in length."""
 
@@ -266,16 +277,17 @@ class RewardConfig(Supervised):
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
-        require(
-            bool(self.model),
-            "model is missing: the folder of the model that the reward model starts from",
-        )
         _positive(self, "pairs_per_step")
 
 
 @dataclass
 class PPOConfig(Stage):
     """PPO with four models: policy, critic, frozen reference, frozen reward model or functions."""
+
+    REQUIRED = Stage.REQUIRED | {
+        "model": "the folder of the model that policy and reference start from",
+        "rewards": "a reward model's folder or a function, with its weight",
+    }
 
     train: dict[str, float] | str = ""
     """Rows of prompts, or several sources, each with its share of an update's prompts as weight."""
@@ -392,14 +404,9 @@ class PPOConfig(Stage):
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
         require(
-            bool(self.model),
-            "model is missing: the folder of the model that policy and reference start from",
-        )
-        require(
             all(0 < weight < float("inf") for weight in self.prompt_files().values()),
             "train: the weight of each file must be positive",
         )
-        require(bool(self.rewards), "rewards is empty: name a reward model's folder or a function")
         require(
             all(isfinite(weight) for weight in self.rewards.values()),
             "rewards: the weight of each part must be a number, and finite",

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from ppokern._install import pip_install
+
 from . import distributed
 from .checkpoint import fingerprint, read_json, save_model, staged, write_json
 from .config import UserError, require
@@ -144,5 +146,5 @@ def _peft() -> Any:
     try:
         import peft  # type: ignore[import-not-found]
     except ImportError:
-        raise UserError("lora_rank needs peft: pip install 'ppokern[lora]'") from None
+        raise UserError(f"lora_rank needs peft: {pip_install('lora')}") from None
     return peft

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ppokern._install import pip_install
+
 from .config import UserError, require
 
 HUB = "hub:"
@@ -99,4 +101,4 @@ def _imported(module: str, source: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise UserError(f"{source} needs {package}: pip install 'ppokern[data]'") from None
+        raise UserError(f"{source} needs {package}: {pip_install('data')}") from None

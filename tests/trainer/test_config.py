@@ -27,7 +27,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (GOOD_PPO, {"run_dir": ""}, "run_dir is missing"),
     (GOOD_PPO, {"train": ""}, "train is missing"),
     (GOOD_PPO, {"model": ""}, "model is missing"),
-    (GOOD_PPO, {"rewards": {}}, "rewards is empty"),
+    (GOOD_PPO, {"rewards": {}}, "rewards is missing"),
     (GOOD_PPO, {"rewards": {"f.py:f": float("nan")}}, "weight of each part must be a number"),
     (GOOD_PPO, {"rewards": {"f.py:f": float("inf")}}, "weight of each part must be a number"),
     (GOOD_PPO, {"updates": 0}, "updates must be positive"),

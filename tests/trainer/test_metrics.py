@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny import make_rollouts
 
+from ppokern._install import pip_install
 from trainer import metrics as m
 from trainer import ppo
 from trainer.checkpoint import write_json
@@ -283,6 +284,6 @@ def test_a_tracker_that_is_not_there(
     ppo_config: PPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)  # importing it fails
-    with pytest.raises(UserError, match=r"tracker needs trackio: pip install 'ppokern\[trackio\]'"):
+    with pytest.raises(UserError, match=f"needs trackio: {re.escape(pip_install('trackio'))}"):
         ppo.run(replace(ppo_config, tracker="trackio"))
     assert not Path(ppo_config.run_dir).exists()  # nothing was begun

@@ -168,7 +168,7 @@ def test_the_score_counts_sentences() -> None:
 
 def test_the_preset_is_a_ppo_run() -> None:
     path = str(Path(smollm2.__file__).parent / "presets/smollm2.yaml")
-    config = cli.parser().parse_args(["ppo", "--config", path]).ppo
+    config = cli.parser("ppo").parse_args(["ppo", "--config", path]).ppo
     options = {name: config[name] for name in vars(PPOConfig()) if name in config}
     PPOConfig(**options).check()
     assert config.rewards == {"trainer.smollm2:one_sentence": 1.0}

@@ -1,6 +1,7 @@
 """Rows from JSONL, Parquet and the hub: the same rows, the same bits, the same errors."""
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from crash import differences
 
+from ppokern._install import pip_install
 from trainer import __main__ as cli
 from trainer import demo, ppo, reward, sft
 from trainer.checkpoint import fingerprint
@@ -178,7 +180,7 @@ def test_without_the_extra_its_name_is_told(
         return inner(name, *args)
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(UserError, match=rf"needs {missing}: pip install 'ppokern\[data\]'"):
+    with pytest.raises(UserError, match=f"needs {missing}: {re.escape(pip_install('data'))}"):
         read_rows(source, *KEYS)
 
 
