@@ -4,9 +4,11 @@ Each public function calls these once; what lies below trusts its arguments.
 """
 
 import math
+import numbers
 import os
+import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -111,28 +113,70 @@ def mask_like(name: str, x: object, shape: Sequence[int], device: torch.device) 
     like(name, x, shape, device, (torch.bool,), optional=True)
 
 
-def number(name: str, x: object, low: float = -math.inf, high: float = math.inf) -> float:
-    """Check that `x` is a number in ``[low, high]`` (NaN never is) and return it as a float."""
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
-        fail(name, "a number", type(x).__name__, TypeError)
-    if not low <= x <= high:
-        fail(name, f"a number in [{low:g}, {high:g}]", x)
+def number(name: str, x: Any) -> float:
+    """Check that `x` is a number and return it as a float; whether it fits is looked at in use."""
+    if isinstance(x, float):
+        return float(x)
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        if not _is_numpy_in_graph(x):
+            fail(name, "a number", type(x).__name__, TypeError)
+        x = x.item()
     return float(x)
 
 
-def positive(name: str, x: object) -> float:
-    """Check that `x` is a number above 0, finite, and return it as a float."""
-    x = number(name, x)
-    if not 0 < x < math.inf:
-        fail(name, "a positive number", x)
-    return x
+def _is_numpy_in_graph(x: Any) -> bool:
+    """Return whether `x` is a number of numpy's as a graph knows it: an array without dimensions.
+
+    Its value is not there to be looked at.
+    """
+    return torch.compiler.is_compiling() and type(x).__name__ == "ndarray" and x.ndim == 0
 
 
-def integer(name: str, x: object) -> int:
-    """Check that `x` is an integer and return it."""
-    if isinstance(x, bool) or not isinstance(x, int):
-        fail(name, "an integer", type(x).__name__, TypeError)
-    return x
+def within(name: str, x: float, low: float, high: float) -> None:
+    """Check that a number is in ``[low, high]``; NaN never is."""
+    if not low <= x <= high:
+        fail(name, f"a number in [{low:g}, {high:g}]", x)
+
+
+# the least and the largest positive number in full precision
+_RANGES = {t: (torch.finfo(t).tiny, torch.finfo(t).max) for t in (torch.float32, torch.float64)}
+
+
+def range_of(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the least and the largest positive number that arithmetic in `dtype` holds."""
+    return _RANGES[dtype]
+
+
+def positive(name: str, x: float, dtype: torch.dtype) -> None:
+    """Check that arithmetic in `dtype` holds a number above 0: neither as 0 nor as infinity."""
+    low, high = _RANGES[dtype]
+    if not low <= x <= high:
+        fail(name, f"a positive number that {str(dtype)[6:]} holds", x)
+
+
+def finite_number(name: str, x: float, dtype: torch.dtype) -> None:
+    """Check that arithmetic in `dtype` holds a number."""
+    if not abs(x) <= _RANGES[dtype][1]:
+        fail(name, f"a finite number that {str(dtype)[6:]} holds", x)
+
+
+def limit(name: str, x: float, low: float, dtype: torch.dtype) -> None:
+    """Check a bound that is not below `low`: infinity, or what arithmetic in `dtype` holds."""
+    if not low <= x <= _RANGES[dtype][1] and x != math.inf:
+        fail(name, f"a number from {low:g} on that {str(dtype)[6:]} holds, or inf", x)
+
+
+def integer(name: str, x: Any, low: int = -sys.maxsize, high: int = sys.maxsize) -> int:
+    """Check that `x` is an integer in ``[low, high]`` and return it."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral):
+        if not _is_numpy_in_graph(x):
+            fail(name, "an integer", type(x).__name__, TypeError)
+        x = x.item()
+        torch._check(x >= low)
+        torch._check(x <= high)
+    elif not low <= x <= high:
+        fail(name, f"an integer in [{low}, {high}]", x)
+    return int(x)
 
 
 def choice(name: str, x: object, options: Sequence[str]) -> None:

@@ -5,9 +5,10 @@ Eager mode goes through `torch.autograd.Function`, which costs a few microsecond
 here from one forward, one backward and their shapes.
 """
 
+import math
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,16 +65,12 @@ def register(
         learned: how many inputs, from the first on, may take a gradient; by default all. To torch
             the others are one constant: each argument costs time.
     """
-    op = torch.library.custom_op(f"ppokern::{name}", forward, mutates_args=(), schema=schema)
-    op.register_fake(fake)
+    op, in_graph = _custom_op(name, forward, fake, schema)
     if backward is None or setup_context is None:
-        return _by_mode(op, forward)
+        return _by_mode(in_graph, forward)
     gradient_op = gradient
     if gradient is not None and gradient_fake is not None:
-        gradient_op = torch.library.custom_op(
-            f"ppokern::{name}_backward", gradient, mutates_args=()
-        )
-        gradient_op.register_fake(gradient_fake)
+        gradient_op, _ = _custom_op(f"{name}_backward", gradient, gradient_fake)
 
     def differentiate(compiled: bool, ctx: Any, *grads: Tensor | None) -> tuple:
         ctx.compiled = compiled
@@ -120,14 +117,16 @@ def register(
                     return function.apply(*first, inputs[learned:])
         return forward(*inputs)
 
-    return _by_mode(op, eager)
+    return _by_mode(in_graph, eager)
 
 
+Coefficient = Annotated[float, "0 switches its term off"]
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     float: "float",
     float | None: "float?",
+    Coefficient: "coefficient",
     int: "SymInt",
     bool: "bool",
     str: "str",
@@ -135,13 +134,100 @@ _SCHEMA_TYPES = {
 
 
 def schema_of(*structs: type, returns: int) -> str:
-    """Return the schema of an op that takes the fields of NamedTuples, then the backend's name."""
+    """Return the schema of an op that takes the fields of NamedTuples, then the backend's name.
+
+    Numbers stand in it as such; `_custom_op` makes tensors of them.
+    """
     arguments = [
         f"{_SCHEMA_TYPES[kind]} {name}"
         for struct in structs
         for name, kind in struct.__annotations__.items()
     ]
     return f"({', '.join([*arguments, 'str backend'])}) -> ({', '.join(['Tensor'] * returns)})"
+
+
+_IN_GRAPHS = {"float": "Tensor", "float?": "Tensor?", "coefficient": "Tensor?"}
+
+
+def _custom_op(
+    name: str, kernel: Callable[..., Any], fake: Callable[..., Any], schema: str | None = None
+) -> tuple[Any, Callable[..., Any]]:
+    """Register an op of `torch.library`; return it, and a function that calls it with numbers.
+
+    To a graph a number is a constant, and each new value a new graph. So the op takes numbers as
+    0-d tensors, which its kernel reads when it runs. A coefficient that is 0 in every call of a
+    graph is None. Of one that varies the graph has all outputs: they are 0 where it is.
+    """
+    schema = schema or torch.library.infer_schema(kernel, mutates_args=())
+    arguments, returns = schema.lstrip("(").split(") -> ")
+    kinds, names = zip(*(argument.split(" ", 1) for argument in arguments.split(", ")), strict=True)
+    places = [i for i, kind in enumerate(kinds) if kind in _IN_GRAPHS]
+    in_graph = (f"{_IN_GRAPHS.get(k, k)} {n}" for k, n in zip(kinds, names, strict=True))
+
+    def with_numbers(args: tuple, read: Callable[[Tensor], float]) -> list[Any]:
+        given = list(args)
+        for i in places:
+            if given[i] is not None:
+                given[i] = read(given[i])
+            elif kinds[i] == "coefficient":
+                given[i] = 0.0
+        return given
+
+    def unknown(_: Tensor) -> float:
+        return math.nan  # other than 0, and nothing else is looked at
+
+    def run(*args: Any) -> Any:
+        given = with_numbers(args, Tensor.item)
+        out = kernel(*given)
+        if any(kinds[i] == "coefficient" and given[i] == 0 and args[i] is not None for i in places):
+            promised = fake(*with_numbers(args, unknown))
+            out = (
+                x if x.shape == p.shape else p.zero_() for x, p in zip(out, promised, strict=True)
+            )
+            out = tuple(out)
+        return out
+
+    def call(*args: Any) -> Any:
+        given = list(args)
+        for i in places:
+            if given[i] is not None:
+                off = kinds[i] == "coefficient" and is_off(given[i])
+                given[i] = None if off else scalar(given[i])
+        return op(*given)
+
+    op = torch.library.custom_op(
+        f"ppokern::{name}", run, mutates_args=(), schema=f"({', '.join(in_graph)}) -> {returns}"
+    )
+    op.register_fake(lambda *args: fake(*with_numbers(args, unknown)))
+    return op, call
+
+
+def scalar(x: float) -> Tensor:
+    """Return a number as a 0-d float64 tensor on the CPU, which any device reads without a wait."""
+    if torch.compiler.is_compiling():  # a sum, as that is what torch keeps open for other values
+        return torch.zeros((), dtype=torch.float64, device="cpu") + x
+    return torch.scalar_tensor(x, dtype=torch.float64, device="cpu")
+
+
+def is_off(coefficient: float) -> bool:
+    """Return whether a coefficient is 0; while compiling, whether it is so in every call."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(coefficient == 0)
+    return coefficient == 0
+
+
+def is_on(coefficient: float) -> bool:
+    """Return whether a coefficient is not 0, where a graph for either case is worth it.
+
+    One that no guard can look at (a number of numpy's) is on.
+    """
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+        return guard_or_true(coefficient != 0)
+    return coefficient != 0
 
 
 def _by_mode(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:

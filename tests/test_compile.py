@@ -1,10 +1,14 @@
 import inspect
+import itertools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import calls
+import numpy as np
 import pytest
 import torch
+import torch._dynamo.utils
 from measure import leaf, same_bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -144,24 +148,205 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("kind", "name"), CALLS)
-def test_opcheck(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded(call: calls.Call, args: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The ops that a graph would hold, forward and backward, with the arguments it would give."""
-    call = call_of(kind, name)
     with monkeypatch.context() as patch, Recorder() as recorder:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        call.run(call.leaves())
+        call.run(args)
     assert recorder.seen
-    for op, args, kwargs in recorder.seen:
+    return recorder.seen
+
+
+def opcheck(seen: list[Any]) -> None:
+    for op, args, kwargs in seen:
         first_order = not op.name().endswith("_backward")  # those are differentiated no further
 
         def fresh(x: Any, first_order: bool = first_order) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            return x.detach().clone().requires_grad_(x.requires_grad and first_order)
+            copy = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
+            copy.as_strided(*same_memory(x)).copy_(x.detach().as_strided(*same_memory(x)))
+            return copy.requires_grad_(x.requires_grad and first_order)
 
         named = {k: fresh(x) for k, x in kwargs.items()}
         torch.library.opcheck(op, [fresh(x) for x in args], named)
+
+
+def same_memory(x: Tensor) -> tuple[list[int], list[int]]:
+    """Size and strides of a tensor's elements, each once: without the dimensions of stride 0."""
+    once = [1 if stride == 0 else n for n, stride in zip(x.shape, x.stride(), strict=True)]
+    return once, list(x.stride())
+
+
+@pytest.mark.parametrize(("kind", "name"), CALLS)
+def test_opcheck(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_of(kind, name)
+    opcheck(recorded(call, call.leaves(), monkeypatch))
+
+
+def subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for n in range(1, len(names) + 1):
+        yield from itertools.combinations(names, n)
+
+
+@pytest.mark.parametrize("name", [n for n, call in calls.every().items() if len(call.flows) > 1])
+def test_outputs_have_storage_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever inputs are trained (a frozen head, an adapter): torch refuses shared outputs."""
+    full = calls.every()[name]
+    for flows in subsets(full.flows):
+        call = full._replace(flows=flows)
+        for op, args, kwargs in recorded(call, call.leaves(), monkeypatch):
+            with torch.no_grad():
+                out = op(*args, **kwargs)
+            places = [t.untyped_storage()._cdata for t in calls.outputs(out)]
+            assert len(set(places)) == len(places), (op, flows)
+
+
+# of every option that is a number: values that a compiled loop goes through
+NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0.3, 2.0),
+    "softcap": (1.0, 50.0),
+    "gamma": (0.5, 1.0),
+    "lam": (0.0, 1.0),
+    "eps": (0.0, 0.5),
+    "correction": (0.0, 1.5),
+    "clip_range": (0.05, 0.9),
+    "dual_clip": (1.1, 5.0),
+    "log_ratio_limit": (0.1, 20.0),
+    "value_clip_range": (0.05, 0.9),
+    "kl_coef": (-0.5, 0.5),
+    "entropy_coef": (-0.2, 0.3),
+    "value_coef": (-0.1, 1.0),
+    "denominator": (1.0, 9.0),
+    "value_denominator": (1.0, 9.0),
+}
+SWITCHES = ("kl_coef", "entropy_coef", "value_coef")  # 0 is off
+
+
+def numbers_of(call: calls.Call, at: float) -> dict[str, float]:
+    """A value of each option of a call that is a number; `at` between 0 and 1 moves them all."""
+    names = [n for n in NUMBERS if n in inspect.signature(call.fn).parameters]
+    if call.args.get("aggregate") == "sum":
+        names = [n for n in names if "denominator" not in n]
+    if "ref_logprobs" not in call.args:
+        names = [n for n in names if n != "kl_coef"]
+    places = ((at + 0.37 * i) % 1 for i in range(len(names)))
+    return {
+        n: NUMBERS[n][0] + (NUMBERS[n][1] - NUMBERS[n][0]) * u
+        for n, u in zip(names, places, strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", [n for n, c in calls.every().items() if numbers_of(c, 0.0)])
+def test_numbers_that_change_make_no_graph(name: str) -> None:
+    """A hundred values of all options at once (an adaptive coefficient, a schedule): two graphs."""
+    call, made = calls.every()[name], torch._dynamo.utils.counters["stats"]
+    compiled = torch.compile(call.fn, fullgraph=True, backend="aot_eager")
+    before = made["unique_graphs"]
+    for i in range(100):
+        changed = call._replace(args={**call.args, **numbers_of(call, 0.01 * i)})
+        mine = changed.run(changed.leaves(), compiled)
+        if i % 9 == 0:
+            close(mine, changed.run(changed.leaves()))
+    assert made["unique_graphs"] - before <= 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_numbers_that_change_in_inductor() -> None:
+    """With a term that goes through 0 and comes back."""
+    call, made = calls.every()["ppo_loss"], torch._dynamo.utils.counters["stats"]
+    compiled = torch.compile(call.fn, fullgraph=True)
+    before = made["unique_graphs"]
+    for i, coef in enumerate((0.1, 0.2, 0.0, -0.3, 0.0, 0.5, 0.6, 0.7, 0.8, 0.9)):
+        values = {**numbers_of(call, 0.07 * i), **dict.fromkeys(SWITCHES, coef)}
+        changed = call._replace(args={**call.args, **values})
+        mine = changed.run(changed.leaves(), compiled)
+        if coef:
+            close(mine, changed.run(changed.leaves()))
+        else:  # the graph has the gradients of terms that are off
+            out = calls.outputs(call.fn(**changed.args))
+            close(mine[: len(out)], out)
+            assert not mine[-1].any() and not mine[-2].any()
+    assert made["unique_graphs"] - before <= 2
+
+
+@pytest.mark.parametrize("kinds", [(int, float), (np.float32,), (np.int64, np.float64)], ids=str)
+def test_kinds_of_numbers_in_a_compiled_graph(kinds: tuple[type, ...]) -> None:
+    call, made = calls.every()["ppo_loss"], torch._dynamo.utils.counters["stats"]
+    compiled = torch.compile(call.fn, fullgraph=True, backend="aot_eager")
+    before = made["unique_graphs"]
+    for i in range(12):
+        one = kinds[i % len(kinds)]
+        values = {"kl_coef": one(i % 4 + 1), "clip_range": one(1 + i), "denominator": one(i + 2)}
+        changed = call._replace(args={**call.args, **values})
+        close(changed.run(changed.leaves(), compiled), changed.run(changed.leaves()))
+    assert made["unique_graphs"] - before <= 3  # an int has a type of its own
+
+
+def test_a_number_that_does_not_fit_is_named_in_a_compiled_graph() -> None:
+    x = torch.randn(3, 4)
+    compiled = torch.compile(ppokern.ppo_policy_loss, fullgraph=True, backend="aot_eager")
+    assert compiled(x, x, x, clip_range=0.1).loss.isfinite()
+    assert compiled(x, x, x, clip_range=0.2).loss.isfinite()
+    with pytest.raises(ValueError, match=r"^clip_range: .*-0\.1"):
+        compiled(x, x, x, clip_range=-0.1)
+    for wrong in (-2.0, torch.tensor(0.0)):
+        with pytest.raises(ValueError, match=r"^denominator: "):
+            compiled(x, x, x, denominator=wrong)
+
+
+# Drawn calls --------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": lambda x: x,
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "sliced": lambda x: torch.stack([x, x], -1)[..., 1],
+    "cut": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "offset": lambda x: torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape),
+}
+
+
+def drawn(name: str, seed: int) -> tuple[str, calls.Call]:
+    """A call with layouts, numbers, a dtype, optional tensors and trained inputs by chance."""
+    pick = random.Random(f"{name} {seed}")
+    dtype = pick.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    call = calls.every(dtype)[name]
+    args, defaults = dict(call.args), inspect.signature(call.fn).parameters
+    options = {k for k, x in args.items() if isinstance(x, Tensor) and defaults[k].default is None}
+    gone = {k for k in sorted(options) if pick.random() < 0.3}
+    if gone & {"next_values", "bootstrap", "continues"}:
+        gone |= {"next_values", "bootstrap", "continues"}
+    for k in gone & set(args):
+        del args[k]
+    numbers = {k: x for k, x in numbers_of(call, pick.random()).items() if pick.random() < 0.5}
+    args.update(numbers)
+    for tensor, coef in (("entropy", "entropy_coef"), ("ref_logprobs", "kl_coef")):
+        if tensor in gone:
+            args[coef] = 0.0
+    layouts, shared = {}, ("transposed", None, "expanded")[seed]
+    for k, x in args.items():
+        if isinstance(x, Tensor) and x.dim():
+            layouts[k] = shared or pick.choice(list(LAYOUTS))
+            args[k] = LAYOUTS[layouts[k]](x)
+    flows = [k for k in call.flows if k in args]
+    flows = tuple(k for k in flows if pick.random() < 0.6) or tuple(flows[:1])
+    told = f"{dtype} without {sorted(gone)} {numbers} {layouts} trained {flows}"
+    return told, calls.Call(call.fn, args, flows)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", calls.NAMES)
+def test_drawn_calls(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled as eager, strides too, and in order for `opcheck`."""
+    told, call = drawn(name, seed)
+    print(told)
+    compiled = torch.compile(call.fn, fullgraph=True, backend="aot_eager")
+    mine, theirs = call.run(call.leaves(), compiled), call.run(call.leaves())
+    close(mine, theirs)
+    count = len(mine) - len(call.flows)
+    assert [x.stride() for x in mine[:count]] == [x.stride() for x in theirs[:count]]
+    opcheck(recorded(call, call.leaves(), monkeypatch))
 
 
 # What every op does alike -------------------------------------------------------------------------

@@ -63,6 +63,25 @@ def test_large_mean_small_spread(backend: str) -> None:
     check(1e4 + torch.randn(501))
 
 
+@pytest.mark.parametrize("mean", [0.1, 1.0, -3e4])
+@pytest.mark.parametrize("steps", [(-1, 0, 1), (0, 1), (0, 0, 0, 0, 1), (5, -3, 0, 2)], ids=str)
+def test_values_that_differ_in_their_last_bits(
+    backend: str, dtype: torch.dtype, mean: float, steps: tuple[int, ...]
+) -> None:
+    """Only equal values have no variance: here they are a few units in the last place apart."""
+    centre = torch.tensor(mean).to(dtype)
+    unit = (torch.nextafter(centre, torch.tensor(INF, dtype=dtype)) - centre).abs() * 2
+    x = centre + torch.tensor(steps).to(dtype) * unit
+    exact = (x.double() - x.double()[0]) / unit.double()
+    exact = (exact - exact.mean()) / exact.std()
+    assert torch.allclose(whiten(x, eps=0.0).double(), exact, atol=1e-6)
+
+
+def test_a_mean_of_a_million(backend: str) -> None:
+    x = torch.tensor([1e6 - 0.0625, 1e6, 1e6 + 0.0625])
+    assert whiten(x).tolist() == pytest.approx([-1, 0, 1], abs=3e-6)
+
+
 @pytest.mark.parametrize("poison", [NAN, INF, -INF, 1e30])
 def test_masked_positions_are_never_read(backend: str, poison: float) -> None:
     x, mask = torch.randn(4, 5), torch.rand(4, 5) < 0.5
@@ -171,6 +190,7 @@ def on_a_rank(rank: int) -> dict[str, list[float]]:
         "empty": whiten(torch.empty(0), group=world).tolist(),
         "equal": whiten(torch.full((3,), 0.1), group=world, eps=0.0).tolist(),
         "equal_on_each": whiten(torch.full((2,), float(rank)), group=world, eps=0.0).tolist(),
+        "close": whiten(1e6 + 0.0625 * torch.arange(2 - rank), group=world).tolist(),
         "alone": whiten(SPLIT[0] * (rank + 1)).tolist(),
     }
 
@@ -191,6 +211,9 @@ def test_A8_two_ranks_of_which_one_has_nothing() -> None:
     half = math.sqrt(3 / 4)  # deviations of .5, three degrees of freedom
     assert first["equal_on_each"] == pytest.approx([-half, -half], abs=1e-5)
     assert second["equal_on_each"] == pytest.approx([half, half], abs=1e-5)
+    third = math.sqrt(1 / 3)  # of 0, 1 and 0
+    assert first["close"] == pytest.approx([-third, 2 * third], abs=1e-5)
+    assert second["close"] == pytest.approx([-third], abs=1e-5)
     for rank, result in enumerate((first, second)):
         assert result["alone"] == pytest.approx(
             oracle.whiten(SPLIT[0] * (rank + 1)).tolist(), abs=1e-3

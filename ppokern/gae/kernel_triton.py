@@ -225,9 +225,16 @@ def _valid(mask, at, values):
 
 @triton.jit
 def _combined(count, mean, squares):
-    """Return count, mean and squares about it of parts, ``(n,)`` each, taken together."""
+    """Return count, mean and squares about it of parts, ``(n,)`` each, taken together.
+
+    Means are added up as what they differ by from one of them: of equal ones that is nothing.
+    """
     total = tl.sum(count, 0)
-    middle = tl.sum(count * mean, 0) / tl.maximum(total, 1.0)
+    one = tl.max(tl.where(count > 0.0, mean, float("-inf")), 0)
+    one = tl.where(total > 0.0, one, 0.0)
+    middle = one + tl.sum(tl.where(count > 0.0, count * (mean - one), 0.0), 0) / tl.maximum(
+        total, 1.0
+    )
     away = mean - middle
     return total, middle, tl.sum(squares + count * away * away, 0)
 
@@ -294,10 +301,9 @@ def whiten_kernel(
     """Whiten one block after the other: `reference.whiten` from the mean on."""
     count, mean64, squares = tl.load(moments), tl.load(moments + 1), tl.load(moments + 2)
     mean = mean64.to(tl.float32)
+    rest = (mean64 - mean.to(tl.float64)).to(tl.float32)
     variance = squares / tl.maximum(count - correction, 1.0)
-    tiny = 1.1920928955078125e-07 * tl.abs(mean).to(tl.float64)
-    equal = squares <= count * tiny * tiny
-    flat = equal | (count <= correction)
+    flat = (squares == 0.0) | (count <= correction)
     spread = tl.where(flat, 1.0, variance + eps)
     scale = (1.0 / tl.sqrt(spread)).to(tl.float32)
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -305,9 +311,9 @@ def whiten_kernel(
         at = begin + tl.arange(0, BLOCK)
         valid = _valid(mask, at, values)
         value = tl.load(x + at, valid, other=0.0).to(tl.float32)
-        white = tl.where(equal, 0.0, value - mean) * scale
+        white = (value - mean - rest) * scale
         if not SHIFT_MEAN:
-            white = tl.where(flat, value, white + mean)
+            white = tl.where(flat, value, white + rest + mean)
         tl.store(out + at, tl.where(valid, white, 0.0), at < values)
 
 
@@ -342,9 +348,11 @@ def whiten(
 
 def _of_all_ranks(moments: Tensor, group: dist.ProcessGroup) -> Tensor:
     count, mean, squares = moments.unbind()
-    sums = torch.stack([count, count * mean])
+    one = torch.where(count > 0, mean, -torch.inf)  # see `_combined`
+    dist.all_reduce(one, dist.ReduceOp.MAX, group=group)
+    sums = torch.stack([count, torch.where(count > 0, count * (mean - one), 0.0)])
     dist.all_reduce(sums, group=group)
-    middle = sums[1] / sums[0].clamp(min=1)
+    middle = torch.where(sums[0] > 0, one + sums[1] / sums[0], 0.0)
     squares = squares + count * (mean - middle).square()
     dist.all_reduce(squares, group=group)
     return torch.stack([sums[0], middle, squares])

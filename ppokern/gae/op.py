@@ -24,6 +24,7 @@ WHITEN_KERNELS = {
     "cpu": reference.whiten,  # torch's own reductions are at the memory's speed
     "triton": "ppokern.gae.kernel_triton:whiten",
 }
+MOST = torch.finfo(torch.float64).max
 _INPUTS = len(Inputs._fields)
 
 
@@ -37,6 +38,8 @@ class Advantages(NamedTuple):
 
 def _gae(*args: Any) -> tuple[Tensor, Tensor]:
     x, o, backend = Inputs(*args[:_INPUTS]), Options(*args[_INPUTS:-1]), args[-1]
+    _check.within("gamma", o.gamma, 0, 1)
+    _check.within("lam", o.lam, 0, 1)
     kernel = _backend.select("gae", KERNELS, backend, x.rewards.device, reference.arithmetic(x))
     check = _check.values_of(x.rewards)
     advantages, returns, finite = kernel(x, o, check)
@@ -47,8 +50,8 @@ def _gae(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _gae_fake(*args: Any) -> tuple[Tensor, Tensor]:
     x = Inputs(*args[:_INPUTS])
-    out = x.rewards.new_empty(x.rewards.shape, dtype=reference.arithmetic(x))
-    return out, torch.empty_like(out)
+    new, dtype = x.rewards.new_empty, reference.arithmetic(x)
+    return new(x.rewards.shape, dtype=dtype), new(x.rewards.shape, dtype=dtype)
 
 
 _gae_op = _library.register(
@@ -151,13 +154,11 @@ def gae(
 
     Source: Schulman et al. 2016 (arXiv 1506.02438), equations 10 to 16.
     """
-    _check.number("gamma", gamma, 0, 1)
-    _check.number("lam", lam, 0, 1)
+    gamma, lam = _check.number("gamma", gamma), _check.number("lam", lam)
     _check.choice("mask_mode", mask_mode, ("skip", "decay"))
     _check.tensor("rewards", rewards)
     shape, device = rewards.shape, rewards.device
-    if time_dim not in (-1, 0):
-        _check.fail("time_dim", "-1 or 0", time_dim)
+    time_dim = _check.integer("time_dim", time_dim, -1, 0)
     if rewards.dim() not in (1, 2):
         _check.fail("rewards", "shape (B, T), (T, B), (T,) or (total,)", tuple(shape))
     _check.like("values", values, shape, device)
@@ -184,19 +185,26 @@ def gae(
         if truncated is not None:
             continues = ~truncated if bootstrap is None else bootstrap & ~truncated
     inputs = rewards, values, mask, bootstrap, continues, next_values, last_values, cu_seqlens
-    options = float(gamma), float(lam), mask_mode == "decay", time_dim
+    options = gamma, lam, mask_mode == "decay", time_dim
     return Advantages(*_gae_op(*map(_check.constant, inputs), *options, _backend.asked_for()))
 
 
 def _whiten(
     x: Tensor, mask: Tensor | None, shift_mean: bool, eps: float, correction: float, backend: str
 ) -> Tensor:
+    check_moments(eps, correction)
     kernel = _backend.select("whiten", WHITEN_KERNELS, backend, x.device, _check.arithmetic(x))
     return kernel(x, mask, shift_mean, eps, correction, None)
 
 
+def check_moments(eps: float, correction: float) -> None:
+    """Check the numbers of `whiten`, which are used in float64."""
+    _check.within("eps", eps, 0, MOST)
+    _check.within("correction", correction, 0, MOST)
+
+
 def _whiten_fake(x: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(x, dtype=_check.arithmetic(x), memory_format=torch.contiguous_format)
+    return x.new_empty(x.shape, dtype=_check.arithmetic(x))
 
 
 _whiten_op = _library.register("whiten", _whiten, _whiten_fake)
@@ -219,8 +227,8 @@ def whiten(
         x: ``(...)``.
         mask: ``(...)``, True = take part.
         shift_mean: False adds the mean back.
-        eps: added to the variance; not below 0.
-        correction: taken from the count; 1 = the sample variance. Not below 0.
+        eps: added to the variance; finite, not below 0.
+        correction: taken from the count; 1 = the sample variance. Finite, not below 0.
         group: take mean and variance over all ranks of this process group; each rank must call, one
             without unmasked positions takes part with zeros. None = this process alone.
 
@@ -229,8 +237,9 @@ def whiten(
 
     Masking: masked positions are 0.
 
-    Numerics: sums are taken in float64. With ``count <= correction``, or where all values are
-    equal, the result is ``x - mean`` (`x` without `shift_mean`): never NaN.
+    Numerics: sums are taken in float64, and the mean is as exact as the values are close. With
+    ``count <= correction``, or where all values are equal, the result is ``x - mean`` (`x` without
+    `shift_mean`): never NaN.
 
     Raises:
         ValueError: a shape or number that does not fit.
@@ -238,12 +247,12 @@ def whiten(
     """
     _check.tensor("x", x)
     _check.mask_like("mask", mask, x.shape, x.device)
-    _check.number("eps", eps, 0)
-    _check.number("correction", correction, 0)
-    options = bool(shift_mean), float(eps), float(correction)
+    eps, correction = _check.number("eps", eps), _check.number("correction", correction)
+    options = bool(shift_mean), eps, correction
     backend = _backend.asked_for()
     if group is None:
         return _whiten_op(x.detach(), mask, *options, backend)
+    check_moments(eps, correction)
     if torch.compiler.is_compiling():  # a schema has no process groups; it knows collectives
         return reference.whiten(x.detach(), mask, *options, group)
     kernel = _backend.select("whiten", WHITEN_KERNELS, backend, x.device, _check.arithmetic(x))

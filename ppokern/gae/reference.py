@@ -96,8 +96,8 @@ def gae(x: Inputs, o: Options, check: bool) -> tuple[Tensor, Tensor, bool]:
     spoil(cu_seqlens, sequences.length, advantages, returns)
     finite = not check or bool((advantages.isfinite() & returns.isfinite()).all())
     if time_major:
-        advantages, returns = advantages.t().contiguous(), returns.t().contiguous()
-    return advantages, returns, finite
+        advantages, returns = advantages.t(), returns.t()
+    return advantages.contiguous(), returns.contiguous(), finite
 
 
 def whiten(
@@ -108,30 +108,34 @@ def whiten(
     correction: float,
     group: "dist.ProcessGroup | None" = None,
 ) -> Tensor:
-    """Whiten over unmasked positions and all ranks of `group`; sums are taken in float64."""
+    """Whiten over unmasked positions and all ranks of `group`; sums are taken in float64.
+
+    The mean is taken twice, the second time of what is left, which is exact where values are close:
+    so equal values leave nothing, and the last bits of others stay.
+    """
     dtype = _check.arithmetic(x)
     valid = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
     x = torch.where(valid, x.to(dtype), 0.0)
 
-    sums = torch.stack([valid.sum().double(), x.sum(dtype=torch.float64)])
-    if group is not None:
-        dist.all_reduce(sums, group=group)
-    count = sums[0]
-    mean = (sums[1] / count.clamp(min=1)).to(dtype)
+    def of_all_ranks(sums: Tensor) -> Tensor:
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        return sums
+
+    sums = of_all_ranks(torch.stack([valid.sum().double(), x.sum(dtype=torch.float64)]))
+    count = sums[0].clamp(min=1)
+    mean = (sums[1] / count).to(dtype)
     shifted = torch.where(valid, x - mean, 0.0)
-    squares = torch.linalg.vector_norm(shifted, dtype=torch.float64).square()
-    if group is not None:
-        dist.all_reduce(squares, group=group)
-    variance = squares / (count - correction).clamp(min=1)
-    # equal values leave rounding errors behind, which are no variance
-    tiny = torch.finfo(dtype).eps * mean.abs().double()
-    equal = squares <= count * tiny.square()
-    shifted = torch.where(equal, 0.0, shifted)
-    flat = equal | (count <= correction)
+    rest = (of_all_ranks(shifted.sum(dtype=torch.float64)) / count).to(dtype)
+    shifted = torch.where(valid, shifted - rest, 0.0)
+    squares = of_all_ranks(torch.linalg.vector_norm(shifted, dtype=torch.float64).square())
+    variance = squares / (sums[0] - correction).clamp(min=1)
+    flat = (squares == 0) | (sums[0] <= correction)
     scale = torch.where(flat, 1.0, (variance + eps).rsqrt()).to(dtype)
     if shift_mean:
-        return shifted * scale
-    return torch.where(flat, x, torch.where(valid, shifted * scale + mean, 0.0))
+        return (shifted * scale).contiguous()
+    white = torch.where(valid, shifted * scale + rest + mean, 0.0)
+    return torch.where(flat, x, white).contiguous()
 
 
 def _later(x: Tensor, distance: int, filler: float) -> Tensor:

@@ -12,6 +12,7 @@ from ppokern._sequences import spoil
 from ppokern.linear import reference
 from ppokern.linear.op import (
     checked_head,
+    flat_temperatures,
     gradients_like,
     linear_logprobs,
     taken,
@@ -19,6 +20,7 @@ from ppokern.linear.op import (
 from ppokern.linear.reference import Head, LossPass
 from ppokern.logprob import kernel_native
 from ppokern.logprob import reference as logprob_reference
+from ppokern.logprob.op import check_numbers
 from ppokern.ppo_loss import reference as loss_reference
 from ppokern.ppo_loss.op import (
     Loss,
@@ -27,6 +29,7 @@ from ppokern.ppo_loss.op import (
     checked_tensors,
     need_tensor,
     run,
+    with_checked_numbers,
 )
 from ppokern.ppo_loss.reference import Inputs, Options
 
@@ -45,12 +48,13 @@ class HeadInputs(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     token_ids: Tensor
-    temperature: Tensor
+    temperatures: Tensor | None
 
 
 class HeadOptions(NamedTuple):
     """How they are made, and which gradients are wanted."""
 
+    temperature: float  # where there are no `temperatures`
     softcap: float | None
     vocab_size: int
     max_logits_bytes: int
@@ -76,11 +80,13 @@ def _split(args: tuple) -> tuple[HeadInputs, Inputs, HeadOptions, Options, str]:
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     h, x, how, o, backend = _split(args)
     dtype = _dtype(h, x)
+    check_numbers(how.temperature, how.softcap, dtype)
+    x = with_checked_numbers(x, o, dtype)
     loss_pass = _backend.select("linear_ppo_loss", KERNELS, backend, h.hidden.device, dtype)
     shape, valid = h.token_ids.shape, taken(h.token_ids, x.mask)
     mask = valid.view(shape)
-    temperature = h.temperature.reshape(-1) if h.temperature.dim() else h.temperature
-    head = Head(h.weight, h.bias, temperature, how.softcap, how.vocab_size, dtype)
+    scale = how.temperature if h.temperatures is None else flat_temperatures(h.temperatures)
+    head = Head(h.weight, h.bias, scale, how.softcap, how.vocab_size, dtype)
     hidden = h.hidden.reshape(len(valid), h.hidden.shape[-1])
     plan = reference.plan(hidden, head, valid, how.compact, how.max_logits_bytes)
     logprobs, entropy, gradients = reference.loss_gradients(
@@ -99,7 +105,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _dtype(h: HeadInputs, x: Inputs) -> torch.dtype:
-    return _check.arithmetic(h.hidden, h.weight, h.bias, h.temperature, *x[:9])
+    return _check.arithmetic(h.hidden, h.weight, h.bias, h.temperatures, *x[:9])
 
 
 def _named(x: Inputs, h: HeadInputs, how: HeadOptions) -> Inputs:
@@ -235,8 +241,8 @@ def linear_ppo_loss(
     o = checked_options(
         clip_range, dual_clip, ratio, aggregate, log_ratio_limit, entropy_coef, kl_coef, kl_kind
     )
-    need_tensor("ref_logprobs", ref_logprobs, kl_coef)
-    ids, at, cap, size = checked_head(
+    need_tensor("ref_logprobs", ref_logprobs, o.kl_coef)
+    ids, temperatures, number, cap, size, most = checked_head(
         hidden, weight, bias, token_ids, mask, temperature, softcap, vocab_size, max_logits_bytes
     )
     checked_tensors(
@@ -244,7 +250,7 @@ def linear_ppo_loss(
         ref_logprobs=ref_logprobs, mask=mask,
     )  # fmt: skip
     denominator = checked_denominator("denominator", denominator, aggregate, hidden.device)
-    with_entropy = entropy_stats or entropy_coef != 0
+    with_entropy = entropy_stats or _library.is_on(o.entropy_coef)
     x = Inputs(
         old_logprobs=_check.constant(old_logprobs),
         advantages=_check.constant(advantages),
@@ -265,8 +271,8 @@ def linear_ppo_loss(
         entropy = entropy if with_entropy else None
         x = x._replace(logprobs=logprobs, entropy=entropy, mask=valid)
         return run(x, o)
-    h = HeadInputs(hidden, weight, bias, ids, at)
-    how = HeadOptions(cap, size, max_logits_bytes, with_entropy, compact, *needs)
+    h = HeadInputs(hidden, weight, bias, ids, temperatures)
+    how = HeadOptions(number, cap, size, most, with_entropy, compact, *needs)
     backend = _backend.asked_for()
     loss, stats, *_ = _linear_ppo_loss(*h, *x, *how, *o, backend)
     names = loss_reference.stat_names(_named(x, h, how), o)

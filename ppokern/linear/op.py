@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from ppokern.linear.reference import Head
 from ppokern.logprob.op import (
     KERNELS,
     LogProbs,
+    check_numbers,
     checked_softcap,
     checked_temperature,
     checked_vocab_size,
@@ -25,18 +25,14 @@ def taken(token_ids: Tensor, mask: Tensor | None) -> Tensor:
     return valid if mask is None else valid & mask.reshape(-1)
 
 
-def arithmetic(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Tensor) -> torch.dtype:
-    """Return the dtype of the arithmetic from the logits on."""
-    return _check.arithmetic(hidden, weight, bias, *rest)
-
-
 def _forward(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     token_ids: Tensor,
     mask: Tensor | None,
-    temperature: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
     softcap: float | None,
     vocab_size: int,
     with_entropy: bool,
@@ -44,9 +40,11 @@ def _forward(
     compact: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = arithmetic(hidden, weight, bias, temperature)
+    dtype = _check.arithmetic(hidden, weight, bias, temperatures)
+    check_numbers(temperature, softcap, dtype)
     kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, hidden.device, dtype)
-    head = Head(weight, bias, temperature, softcap, vocab_size, dtype)
+    scale = temperature if temperatures is None else temperatures
+    head = Head(weight, bias, scale, softcap, vocab_size, dtype)
     valid = taken(token_ids, mask)
     how = reference.plan(hidden, head, valid, compact, max_logits_bytes)
     return reference.forward(hidden, head, token_ids, how, with_entropy, kernel)
@@ -58,10 +56,10 @@ def _forward_fake(
     bias: Tensor | None,
     token_ids: Tensor,
     mask: Tensor | None,
-    temperature: Tensor,
+    temperatures: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    dtype = arithmetic(hidden, weight, bias, temperature)
+    dtype = _check.arithmetic(hidden, weight, bias, temperatures)
     shape = token_ids.shape
     return tuple(hidden.new_empty(s, dtype=dtype) for s in (shape, shape, (*shape, 4)))
 
@@ -74,11 +72,12 @@ def _gradient(
     bias: Tensor | None,
     token_ids: Tensor,
     mask: Tensor | None,
-    temperature: Tensor,
+    temperatures: Tensor | None,
     found: Tensor,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
+    temperature: float,
     softcap: float | None,
     vocab_size: int,
     max_logits_bytes: int,
@@ -87,7 +86,8 @@ def _gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = found.dtype
     kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, hidden.device, dtype)
-    head = Head(weight, bias, temperature, softcap, vocab_size, dtype)
+    scale = temperature if temperatures is None else temperatures
+    head = Head(weight, bias, scale, softcap, vocab_size, dtype)
     valid = taken(token_ids, mask)
     how = reference.plan(hidden, head, valid, compact, max_logits_bytes)
     return reference.backward(
@@ -104,17 +104,17 @@ def gradients_like(
     parameters: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """Return what has the shapes of the gradients that a kernel returns: empty where not needed."""
-    empty = next(p for p in parameters if p is not None).new_empty
+    new_empty = next(p for p in parameters if p is not None).new_empty
     return tuple(
-        p.new_empty(p.shape) if p is not None and need else empty(0)
+        p.new_empty(p.shape) if p is not None and need else new_empty(0)
         for p, need in zip(parameters, needed, strict=True)
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, softcap, vocab_size, ctx.with_entropy, max_logits_bytes, compact, backend = inputs
-    ctx.options = softcap, vocab_size, max_logits_bytes, compact, backend
-    ctx.save_for_backward(*tensors, output[-1])
+    *numbers, ctx.with_entropy, max_logits_bytes, compact, backend = inputs[6:]
+    ctx.options = *numbers, max_logits_bytes, compact, backend
+    ctx.save_for_backward(*inputs[:6], output[-1])
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
 
@@ -150,8 +150,11 @@ def checked_head(
     softcap: float | None,
     vocab_size: int | None,
     max_logits_bytes: int,
-) -> tuple[Tensor, Tensor, float | None, int]:
-    """Check what all linear ops take; return int64 ids, temperature, softcap, vocabulary size."""
+) -> tuple[Tensor, Tensor | None, float, float | None, int, int]:
+    """Check what all linear ops take.
+
+    Returns int64 ids, temperatures, temperature, softcap, vocabulary size, bytes of logits.
+    """
     _check.tensor("hidden", hidden)
     if hidden.dim() == 0:
         _check.fail("hidden", "shape (..., H)", "a 0-d tensor")
@@ -163,14 +166,18 @@ def checked_head(
     _check.like("bias", bias, weight.shape[:1], hidden.device, optional=True)
     _check.like("token_ids", token_ids, hidden.shape[:-1], hidden.device, _check.INTEGERS)
     _check.mask_like("mask", mask, token_ids.shape, hidden.device)
-    if _check.integer("max_logits_bytes", max_logits_bytes) <= 0:
-        _check.fail("max_logits_bytes", "a number of bytes above 0", max_logits_bytes)
+    max_logits_bytes = _check.integer("max_logits_bytes", max_logits_bytes, 1)
     size = checked_vocab_size(vocab_size, weight.shape[0])
     ids = _check.as_int64(token_ids)
-    dtype = arithmetic(hidden, weight, bias)
-    temperature = checked_temperature(temperature, ids, mask, dtype)
+    temperature, temperatures = checked_temperature(temperature, ids, mask, hidden, weight, bias)
     _check.token_ids(ids, mask, size)
-    return ids, temperature, checked_softcap(softcap), size
+    return ids, temperatures, temperature, checked_softcap(softcap), size, max_logits_bytes
+
+
+def flat_temperatures(temperatures: Tensor | None) -> Tensor | None:
+    """Return temperatures per token flat."""
+    is_flat = temperatures is None or temperatures.dim() == 0
+    return temperatures if is_flat else temperatures.reshape(-1)
 
 
 def linear_logprobs(
@@ -187,7 +194,7 @@ def linear_logprobs(
     with_entropy: bool,
 ) -> LogProbs:
     """Run the op; its entropy is 0 where none was asked for."""
-    ids, temperature, softcap, size = checked_head(
+    ids, temperatures, temperature, softcap, size, most = checked_head(
         hidden, weight, bias, token_ids, mask, temperature, softcap, vocab_size, max_logits_bytes
     )
     backend = _backend.asked_for()
@@ -198,11 +205,12 @@ def linear_logprobs(
         bias,
         ids.reshape(-1),
         None if mask is None else mask.reshape(-1),
-        temperature.reshape(-1) if temperature.dim() else temperature,
+        flat_temperatures(temperatures),
+        temperature,
         softcap,
         size,
         with_entropy,
-        max_logits_bytes,
+        most,
         compact,
         backend,
     )

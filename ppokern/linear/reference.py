@@ -22,7 +22,7 @@ class Head(NamedTuple):
 
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
-    temperature: Tensor  # 0-d or (N,)
+    temperature: float | Tensor  # a number, 0-d or (N,)
     softcap: float | None
     vocab_size: int
     dtype: torch.dtype  # of the arithmetic from the logits on
@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
     rows: Tensor | slice  # (n,) their numbers
     hidden: Tensor  # (n, H), in the GEMM's dtype
     logits: Tensor  # (n, vocab_size), in the GEMM's dtype; overwritten by their gradient
-    temperature: Tensor  # 0-d or (n,)
+    temperature: float | Tensor  # a number, 0-d or (n,)
 
 
 LossPass = Callable[
@@ -91,7 +91,9 @@ def chunks(hidden: Tensor, head: Head, how: Plan) -> Iterator[Chunk]:
         if not how.compact:  # a GEMM reads masked rows, and 0 * NaN is NaN
             states = states.masked_fill(~how.valid[part].unsqueeze(-1), 0.0)
         logits = _project(states, head, how, buffer[: len(states)])
-        temperature = head.temperature if head.temperature.dim() == 0 else head.temperature[part]
+        temperature = head.temperature
+        if isinstance(temperature, Tensor) and temperature.dim():
+            temperature = temperature[part]
         yield Chunk(part, states, logits, temperature)
 
 
@@ -229,17 +231,17 @@ class Gradients:
     ) -> None:
         """Allocate the gradients that are `needed`; the others stay empty."""
         self._head, self._needed, self._how = head, needed, how
-        weight, empty = head.weight, hidden.new_empty(0)
+        weight, empty = head.weight, hidden.new_empty
         # rounded once: in a single chunk as it is added, else at the end
         self._sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         dtype = weight.dtype if how.single else self._sum_dtype
-        self._hidden = torch.zeros_like(hidden) if needed[0] else empty
+        self._hidden = hidden.new_zeros(hidden.shape) if needed[0] else empty(0)
         # its rows below vocab_size are written by the first chunk: zeros would be one more pass
-        self._weight = weight.new_empty(weight.shape, dtype=dtype) if needed[1] else empty
+        self._weight = weight.new_empty(weight.shape, dtype=dtype) if needed[1] else empty(0)
         self._weight[head.vocab_size :] = 0
         self._begun = False
         self._bias = (
-            weight.new_zeros(weight.shape[0], dtype=self._sum_dtype) if needed[2] else empty
+            weight.new_zeros(weight.shape[0], dtype=self._sum_dtype) if needed[2] else empty(0)
         )
 
     def add(self, rows: Tensor | slice, logits_grad: Tensor, hidden: Tensor) -> None:

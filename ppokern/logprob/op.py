@@ -39,6 +39,7 @@ def _forward(
     inplace: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = _check.arithmetic(logits, temperatures)
+    check_numbers(temperature, softcap, dtype)
     kernel = _backend.select("selected_logprobs", KERNELS, backend, logits.device, dtype)
     scale = temperature if temperatures is None else temperatures
     x = Rows(logits, token_ids, mask, scale, softcap, vocab_size)
@@ -49,9 +50,9 @@ def _forward_fake(
     logits: Tensor, token_ids: Tensor, mask: Any, temperatures: Tensor | None, *options: Any
 ) -> tuple[Tensor, ...]:
     dtype = _check.arithmetic(logits, temperatures)
-    logprobs, entropy = (logits.new_empty(token_ids.shape, dtype=dtype) for _ in range(2))
-    found = logits.new_empty((*token_ids.shape, 4), dtype=dtype)
-    return logprobs, entropy if options[3] else entropy.new_empty(0), found
+    shape, with_entropy = token_ids.shape, options[3]
+    shapes = shape, shape if with_entropy else (0,), (*shape, 4)
+    return tuple(logits.new_empty(s, dtype=dtype) for s in shapes)
 
 
 def _gradient(
@@ -123,20 +124,21 @@ _selected_logprobs = _library.register(
 
 
 def checked_temperature(
-    temperature: float | Tensor, token_ids: Tensor, mask: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Check a temperature and return it 0-d or of ``token_ids``' shape, without a gradient.
+    temperature: float | Tensor, token_ids: Tensor, mask: Tensor | None, *dtyped: Tensor | None
+) -> tuple[float, Tensor | None]:
+    """Check a temperature; return a number, and a tensor without a gradient in place of it.
 
-    A number becomes a tensor of `dtype` on the CPU, which any device reads without a
-    synchronisation.
+    The tensor is 0-d or of ``token_ids``' shape; ops check the number when they run. `dtyped` are
+    the tensors that the dtype of the arithmetic hangs on.
     """
     if not isinstance(temperature, Tensor):
-        number = _check.positive("temperature", temperature)
-        return torch.scalar_tensor(number, dtype=dtype, device="cpu")
+        return _check.number("temperature", temperature), None
     temperature = _check.tensor("temperature", temperature.detach(), _check.NUMBERS)
     shape, device = token_ids.shape, token_ids.device
     if temperature.device != device and (temperature.dim() or temperature.device.type != "cpu"):
         _check.fail("temperature", f"a tensor on {device}", f"one on {temperature.device}")
+    dtype = _check.arithmetic(temperature, *dtyped)
+    temperature, (low, high) = temperature.to(dtype), _check.range_of(dtype)
     if temperature.dim():
         try:
             temperature = temperature.expand(shape)
@@ -144,30 +146,35 @@ def checked_temperature(
             _check.fail(
                 "temperature", f"a shape that fits {tuple(shape)}", tuple(temperature.shape)
             )
-    good = (temperature > 0) & (temperature < torch.inf)
+    good = (temperature >= low) & (temperature <= high)
     if not _check.values_of(temperature):
-        return torch.where(good, temperature, torch.nan)
+        return 1.0, torch.where(good, temperature, torch.nan)
     bad = ~good
     if temperature.dim():
         bad = bad & (token_ids != -100) if mask is None else bad & mask & (token_ids != -100)
     if (at := _check.first(bad)) is not None:
         got = f"{temperature.reshape(-1)[at].item()} at {_check.place(at, bad.shape)}"
-        _check.fail("temperature", "positive numbers", got)
-    return temperature
+        _check.fail("temperature", f"positive numbers that {str(dtype)[6:]} holds", got)
+    return 1.0, temperature
 
 
 def checked_softcap(softcap: float | None) -> float | None:
-    """Check a softcap."""
-    return None if softcap is None else _check.positive("softcap", softcap)
+    """Check that a softcap is a number."""
+    return None if softcap is None else _check.number("softcap", softcap)
+
+
+def check_numbers(temperature: float, softcap: float | None, dtype: torch.dtype) -> None:
+    """Check the numbers of a call in the dtype that they are used in."""
+    _check.positive("temperature", temperature, dtype)
+    if softcap is not None:
+        _check.positive("softcap", softcap, dtype)
 
 
 def checked_vocab_size(vocab_size: int | None, width: int) -> int:
     """Check a vocabulary size against the number of columns, which is the default."""
     if vocab_size is None:
         return width
-    if not 0 < _check.integer("vocab_size", vocab_size) <= width:
-        _check.fail("vocab_size", f"a number of columns in [1, {width}]", vocab_size)
-    return vocab_size
+    return _check.integer("vocab_size", vocab_size, 1, width)
 
 
 def _logprobs(
@@ -187,14 +194,7 @@ def _logprobs(
     _check.mask_like("mask", mask, token_ids.shape, logits.device)
     vocab_size = checked_vocab_size(vocab_size, logits.shape[-1])
     ids = _check.as_int64(token_ids)
-    compiling = torch.compiler.is_compiling()
-    temperatures = None
-    if compiling or isinstance(temperature, Tensor):  # compiled code would be bound to a number
-        dtype = _check.arithmetic(logits)
-        temperatures = checked_temperature(temperature, ids, mask, dtype)
-        temperature = 1.0
-    else:
-        temperature = _check.positive("temperature", temperature)
+    temperature, temperatures = checked_temperature(temperature, ids, mask, logits)
     softcap = checked_softcap(softcap)
     _check.token_ids(ids, mask, vocab_size)
     backend = _backend.asked_for()

@@ -33,8 +33,9 @@ class Loss(NamedTuple):
 
 def _forward(*args: Any) -> Output:
     x, o, backend = Inputs(*args[:_INPUTS]), Options(*args[_INPUTS:-1]), args[-1]
-    device = next(t.device for t in x if t is not None)
-    kernel = _backend.select("ppo_loss", KERNELS, backend, device, reference.arithmetic(x))
+    device, dtype = next(t.device for t in x if t is not None), reference.arithmetic(x)
+    x = with_checked_numbers(x, o, dtype)
+    kernel = _backend.select("ppo_loss", KERNELS, backend, device, dtype)
     return kernel(x, o)
 
 
@@ -85,15 +86,6 @@ _ppo_loss = _library.register(
 )
 
 
-def checked_clip_range(clip_range: float | tuple[float, float]) -> tuple[float, float]:
-    """Check a clip range and return it as (low, high)."""
-    pair = clip_range if isinstance(clip_range, (tuple, list)) else (clip_range, clip_range)
-    if len(pair) != 2:
-        _check.fail("clip_range", "a number or (low, high)", clip_range)
-    low, high = (_check.number("clip_range", bound, 0) for bound in pair)
-    return low, high
-
-
 def checked_denominator(
     name: str, denominator: float | Tensor | None, aggregate: str, device: torch.device
 ) -> Tensor | None:
@@ -103,7 +95,7 @@ def checked_denominator(
     if aggregate in ("sum", "none"):
         _check.fail(name, f"None with aggregate={aggregate!r}", denominator)
     if not isinstance(denominator, Tensor):
-        return torch.tensor(_check.number(name, denominator, 0), dtype=torch.float64, device="cpu")
+        return _library.scalar(_check.number(name, denominator))
     denominator = _check.tensor(name, denominator.detach(), _check.NUMBERS)
     if denominator.dim():
         _check.fail(name, "a number or a 0-d tensor", f"shape {tuple(denominator.shape)}")
@@ -124,25 +116,66 @@ def checked_options(
     value_clip_range: float | None = None,
     value_coef: float = 1.0,
 ) -> Options:
-    """Check the numbers of a call."""
-    low, high = checked_clip_range(clip_range)
-    if dual_clip is not None and not _check.number("dual_clip", dual_clip) > 1:
-        _check.fail("dual_clip", "a number above 1", dual_clip)
+    """Check the options of a call, but for the values of its numbers."""
+    pair = clip_range if isinstance(clip_range, (tuple, list)) else (clip_range, clip_range)
+    if len(pair) != 2:
+        _check.fail("clip_range", "a number or (low, high)", clip_range)
     _check.choice("ratio", ratio, RATIOS)
     _check.choice("aggregate", aggregate, AGGREGATES)
     _check.choice("kl_kind", kl_kind, tuple(token_math.KL))
-    if log_ratio_limit is not None:
-        _check.positive("log_ratio_limit", log_ratio_limit)
-    if value_clip_range is not None:
-        _check.number("value_clip_range", value_clip_range, 0)
-    coefs = {"entropy_coef": entropy_coef, "kl_coef": kl_coef, "value_coef": value_coef}
-    for name, coef in coefs.items():
-        if abs(_check.number(name, coef)) == float("inf"):
-            _check.fail(name, "a finite number", coef)
+    number = _check.number
     return Options(
-        low, high, dual_clip, ratio == "sequence", log_ratio_limit, aggregate,
-        entropy_coef, kl_coef, kl_kind, value_clip_range, value_coef,
-    )  # fmt: skip
+        number("clip_range", pair[0]),
+        number("clip_range", pair[1]),
+        None if dual_clip is None else number("dual_clip", dual_clip),
+        ratio == "sequence",
+        None if log_ratio_limit is None else number("log_ratio_limit", log_ratio_limit),
+        aggregate,
+        number("entropy_coef", entropy_coef),
+        number("kl_coef", kl_coef),
+        kl_kind,
+        None if value_clip_range is None else number("value_clip_range", value_clip_range),
+        number("value_coef", value_coef),
+    )
+
+
+def with_checked_numbers(x: Inputs, o: Options, dtype: torch.dtype) -> Inputs:
+    """Check the numbers of a call in the dtype that they are used in, where they can be read.
+
+    A denominator that cannot be read and is not above 0 becomes NaN.
+    """
+    _check.limit("clip_range", o.low, 0, dtype)
+    _check.limit("clip_range", o.high, 0, dtype)
+    if o.dual_clip is not None:
+        _check.limit("dual_clip", o.dual_clip, 1, dtype)
+        if o.dual_clip == 1:
+            _check.fail("dual_clip", "a number above 1", o.dual_clip)
+    if o.log_ratio_limit is not None:
+        _check.positive("log_ratio_limit", o.log_ratio_limit, dtype)
+    alone = "" if x.values is not None and x.logprobs is None else "value_"  # `ppo_value_loss`
+    if o.value_clip_range is not None:
+        _check.limit(f"{alone}clip_range", o.value_clip_range, 0, dtype)
+    _check.finite_number("entropy_coef", o.entropy_coef, dtype)
+    _check.finite_number("kl_coef", o.kl_coef, dtype)
+    _check.finite_number("value_coef", o.value_coef, dtype)
+    own, of_values = x[-2:]
+    if own is None and of_values is None:
+        return x
+    same = of_values is own
+    own = _positive_or_nan("denominator", own, dtype)
+    of_values = own if same else _positive_or_nan(f"{alone}denominator", of_values, dtype)
+    return Inputs(*x[:-2], own, of_values)
+
+
+def _positive_or_nan(name: str, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if x is None:
+        return None
+    if _check.values_of(x):
+        _check.positive(name, float(x), dtype)
+        return x
+    low, high = _check.range_of(dtype)
+    x = x.to(dtype)
+    return torch.where((x >= low) & (x <= high), x, torch.nan)
 
 
 def checked_tensors(like: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor | None) -> None:
@@ -384,9 +417,9 @@ def ppo_loss(
         value_clip_range, value_coef,
     )  # fmt: skip
     _check.tensor("logprobs", logprobs)
-    need_tensor("entropy", entropy, entropy_coef)
-    need_tensor("ref_logprobs", ref_logprobs, kl_coef)
-    need_tensor("values", values, value_coef)
+    need_tensor("entropy", entropy, o.entropy_coef)
+    need_tensor("ref_logprobs", ref_logprobs, o.kl_coef)
+    need_tensor("values", values, o.value_coef)
     of_values = {"values": values, "old_values": old_values, "returns": returns}
     checked_tensors(
         logprobs, cu_seqlens, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages,

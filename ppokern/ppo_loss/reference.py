@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ppokern import _check
 from ppokern import token_math as tm
+from ppokern._library import Coefficient
 from ppokern._sequences import Sequences, spoil
 
 
@@ -39,11 +40,11 @@ class Options(NamedTuple):
     sequence_ratio: bool
     log_ratio_limit: float | None
     aggregate: str
-    entropy_coef: float
-    kl_coef: float
+    entropy_coef: Coefficient
+    kl_coef: Coefficient
     kl_kind: str
     value_clip_range: float | None
-    value_coef: float
+    value_coef: Coefficient
 
 
 class Output(NamedTuple):
@@ -127,6 +128,7 @@ def forward(x: Inputs, o: Options) -> Output:
         slopes.setdefault(name, like.new_empty(0, dtype=dtype))
     loss = parts[0].loss if len(parts) == 1 else parts[0].loss + parts[1].loss
     out = Output(loss, torch.stack([stats[name] for name in stat_names(x, o)]), **slopes)
+    out = Output(*(t.contiguous() for t in out))
     spoil(x.cu_seqlens, sequences.length, *out)
     return out
 

@@ -93,6 +93,7 @@ def _shaped(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     dtype = _check.arithmetic(scores, logprobs, ref_logprobs, token_rewards)
+    _check.finite_number("kl_coef", kl_coef, dtype)
     kernel = _backend.select("shaped_rewards", KERNELS, backend, logprobs.device, dtype)
     return kernel(
         scores, logprobs, ref_logprobs, mask, score_mask, token_rewards, cu_seqlens, kl_coef,
@@ -152,8 +153,7 @@ def shaped_rewards(
     Source: Ziegler et al. 2019 (arXiv 1909.08593), equation 2; Stiennon et al. 2020 (arXiv
     2009.01325).
     """
-    if abs(_check.number("kl_coef", kl_coef)) == float("inf"):
-        _check.fail("kl_coef", "a finite number", kl_coef)
+    kl_coef = _check.number("kl_coef", kl_coef)
     _check.choice("kl_kind", kl_kind, tuple(token_math.KL))
     _check.tensor("logprobs", logprobs)
     shape, device = logprobs.shape, logprobs.device
@@ -168,4 +168,4 @@ def shaped_rewards(
     tensors = (scores, logprobs, ref_logprobs, mask, score_mask, token_rewards)
     constants = map(_check.constant, tensors)
     backend = _backend.asked_for()
-    return ShapedRewards(*_shaped_op(*constants, cu_seqlens, float(kl_coef), kl_kind, backend))
+    return ShapedRewards(*_shaped_op(*constants, cu_seqlens, kl_coef, kl_kind, backend))

@@ -12,7 +12,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor 
     """Return the estimate per token, 0 where masked."""
     dtype = _check.arithmetic(logprobs, ref_logprobs)
     kl = tm.KL[kind](logprobs.to(dtype) - ref_logprobs.to(dtype))
-    return kl if mask is None else torch.where(mask, kl, 0.0)
+    return (kl if mask is None else torch.where(mask, kl, 0.0)).contiguous()
 
 
 def kl_gradient(
