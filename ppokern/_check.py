@@ -121,7 +121,10 @@ def number(name: str, x: Any) -> float:
         if not _is_numpy_in_graph(x):
             fail(name, "a number", type(x).__name__, TypeError)
         x = x.item()
-    return float(x)
+    try:
+        return float(x)
+    except OverflowError:  # of an integer
+        fail(name, "a number that a float holds", x)
 
 
 def _is_numpy_in_graph(x: Any) -> bool:
