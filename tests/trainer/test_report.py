@@ -257,7 +257,8 @@ def test_sample_of_an_unfinished_run_says_so(
 ) -> None:
     (tmp_path / "config.yaml").write_bytes(Path(run_dir, "config.yaml").read_bytes())
     assert cli.main(["sample", str(tmp_path), "--prompt", "the film"]) == 2
-    assert f"is not finished: go on with `resume {tmp_path}`" in capsys.readouterr().err
+    goes_on = f"is not finished: go on with `python -m trainer resume {tmp_path}`"
+    assert goes_on in capsys.readouterr().err
 
 
 def test_rewards_named_as_the_sides_of_a_comparison(run_dir: str, tmp_path: Path) -> None:
