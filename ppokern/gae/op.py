@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from ppokern import _backend, _check, _library
+from ppokern._names import MASK_MODES, MaskMode
 from ppokern._sequences import Sequences
 from ppokern.gae import kernel_native, reference
 from ppokern.gae.reference import Inputs, Options
@@ -102,7 +103,7 @@ def gae(
     continues: Bool[Tensor, "*layout"] | None = None,
     next_values: Float[Tensor, "*layout"] | None = None,
     last_values: Float[Tensor, "*sequences"] | None = None,
-    mask_mode: str = "skip",
+    mask_mode: MaskMode = "skip",
     time_dim: int = -1,
     cu_seqlens: Integer[Tensor, " boundaries"] | None = None,
 ) -> Advantages:
@@ -152,7 +153,7 @@ def gae(
     """
     _check.number("gamma", gamma, 0, 1)
     _check.number("lam", lam, 0, 1)
-    _check.choice("mask_mode", mask_mode, ("skip", "decay"))
+    _check.choice("mask_mode", mask_mode, MASK_MODES)
     _check.tensor("rewards", rewards)
     shape, device = rewards.shape, rewards.device
     if time_dim not in (-1, 0):

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Integer, Num, Shaped
 from torch import Tensor
 
 from ppokern import _check
+from ppokern._names import PADDING_SIDES, PaddingSide
 from ppokern._sequences import Sequences
 
 
@@ -56,7 +57,7 @@ def unpack(
     *,
     length: int | None = None,
     fill: float = 0.0,
-    padding_side: str = "right",
+    padding_side: PaddingSide = "right",
 ) -> Shaped[Tensor, "S length *features"]:
     """Spread a packed row over padded rows, one per sequence.
 
@@ -77,7 +78,7 @@ def unpack(
     """
     if not isinstance(values, Tensor):
         _check.fail("values", "a tensor", type(values).__name__, TypeError)
-    _check.choice("padding_side", padding_side, ("right", "left"))
+    _check.choice("padding_side", padding_side, PADDING_SIDES)
     if values.dim() == 0:
         _check.fail("values", "shape (total, ...)", "a 0-d tensor")
     _check.cu_seqlens(cu_seqlens, values.shape[:1], values.device)
