@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 import torch
 
 from ppokern import _install
+from ppokern._names import BACKENDS, Backend
 
 Kernel = TypeVar("Kernel")
 
-NAMES = ("torch", "cpu", "triton", "cuda")
 _FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # For each op the default for CUDA tensors, the first that is there. Unmeasured: no run on a GPU has
@@ -84,7 +84,7 @@ if native is None:
     _say_what_is_missing()
 
 
-def available_backends() -> tuple[str, ...]:
+def available_backends() -> tuple[Backend, ...]:
     """Return the names of the backends that this installation can run, `torch` first."""
     cpu = ("cpu",) if native is not None else ()
     on_cuda = torch.cuda.is_available()
@@ -109,8 +109,8 @@ def cpu_capability() -> str | None:
 
 
 def _check_name(source: str, name: str) -> str:
-    if name not in NAMES:
-        raise ValueError(f"{source}: expected one of {NAMES}, got {name!r}")
+    if name not in BACKENDS:
+        raise ValueError(f"{source}: expected one of {BACKENDS}, got {name!r}")
     if name not in available_backends():
         needs = {
             "triton": " (it needs Triton and CUDA, or TRITON_INTERPRET=1 from the start)",
@@ -124,7 +124,7 @@ def _check_name(source: str, name: str) -> str:
 
 
 @contextmanager
-def use_backend(name: str) -> Iterator[None]:
+def use_backend(name: Backend) -> Iterator[None]:
     """Run every op in the block on the backend `name`; a call that it cannot do is a `ValueError`.
 
     Without it the environment variable ``PPOKERN_BACKEND`` names the backend; without that each op

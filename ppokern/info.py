@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ppokern import __version__, _backend, _install
+from ppokern._names import BACKENDS
 from ppokern.gae import op as gae
 from ppokern.linear import loss as linear_loss
 from ppokern.linear import op as linear
@@ -63,7 +64,7 @@ def backends() -> dict[str, str]:
         "triton": [triton, device],
         "cuda": [cuda, device],
     }
-    says = {name: "; ".join(filter(None, lacks[name])) for name in _backend.NAMES}
+    says = {name: "; ".join(filter(None, lacks[name])) for name in BACKENDS}
     says |= dict.fromkeys(here, "here")
     if "cpu" in here:
         says["cpu"] += f", instruction set {_backend.cpu_capability()}"

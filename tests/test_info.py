@@ -11,6 +11,7 @@ import torch
 
 from ppokern import __main__ as command
 from ppokern import _backend, _install, info
+from ppokern._names import BACKENDS
 
 ROOT = Path(__file__).parents[1]
 PLAIN_ON_CPU = {"whiten", "shaped_rewards"}  # torch's own passes are at the memory's speed
@@ -59,7 +60,7 @@ def test_the_report_says_what_runs_and_what_the_rest_lacks() -> None:
     report = info.report()
     assert len(report.splitlines()) <= 32 and max(map(len, report.splitlines())) <= 120
     assert str(ROOT / "ppokern") in report and torch.__version__ in report
-    for name in _backend.NAMES:
+    for name in BACKENDS:
         said = re.findall(rf"^  {name} +(.+)$", report, re.M)[0]
         assert said.startswith("here") == (name in _backend.available_backends())
     if not torch.cuda.is_available():

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ppokern import kl_estimate, ppo_value_loss
+from ppokern._names import KLKind
 
 from . import distributed
 from .check import check_answers, check_frozen, check_paths, check_start, check_sums
@@ -507,7 +508,7 @@ def observe(
     parts: dict[str, Tensor],
     kl_coef: float,
     kl_in_reward: float,
-    kl_kind: str = "k1",
+    kl_kind: KLKind = "k1",
 ) -> None:
     """What there is to say of an update's episodes, in the names that TRL's users know."""
     mask, ends = experience.mask, experience.cu_seqlens

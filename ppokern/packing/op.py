@@ -9,6 +9,7 @@ from jaxtyping import Bool, Integer, Num, Shaped
 from torch import Tensor
 
 from ppokern import _check, _library
+from ppokern._names import PADDING_SIDES, PaddingSide
 from ppokern._sequences import Sequences, well_formed
 
 
@@ -58,7 +59,7 @@ def unpack(
     *,
     length: int | None = None,
     fill: float = 0.0,
-    padding_side: str = "right",
+    padding_side: PaddingSide = "right",
 ) -> Shaped[Tensor, "S length *features"]:
     """Spread a packed row over padded rows, one per sequence.
 
@@ -79,7 +80,7 @@ def unpack(
         TypeError: what is no tensor or no integer, or a `cu_seqlens` of another dtype.
     """
     _check.plain("values", values)
-    _check.choice("padding_side", padding_side, ("right", "left"))
+    _check.choice("padding_side", padding_side, PADDING_SIDES)
     if values.dim() == 0:
         _check.fail("values", "shape (total, ...)", "a 0-d tensor")
     _check.cu_seqlens(cu_seqlens, values.shape[:1], values.device)
