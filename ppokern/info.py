@@ -39,7 +39,8 @@ def line() -> str:
     name = _backend.asked_for() or taken("ppo_loss", CUDA if on_cuda else CPU)
     kernels = "plain torch" if name == "torch" else f"{name} kernels"
     kernels += f" ({_backend.cpu_capability()})" if name == "cpu" else ""
-    place = torch.cuda.get_device_name() if on_cuda else f"{torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    place = torch.cuda.get_device_name() if on_cuda else f"{threads} thread{'s'[: threads > 1]}"
     return f"ppokern {__version__}, {kernels}, torch {torch.__version__.split('+')[0]}, {place}"
 
 
