@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import itertools
-import json
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from ppokern import position_ids
 
 from .config import UserError, require
-from .metrics import console
+from .metrics import as_json, console
 from .sources import rows_of
 
 Row = dict[str, Any]
@@ -181,9 +180,7 @@ def _require_value(value: object, what: str) -> None:
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Writes a JSONL file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
-    )
+    path.write_text("".join(as_json(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def installed_file(packages: Sequence[str], name: str, sha256: str, instead: str) -> Path:
