@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import calls
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -125,6 +126,19 @@ VALUE_ERRORS = [
     *cases("ppo_loss", ("value_clip_range", -0.1, "-0.1")),
     *cases(LOSSES, ("dual_clip", 1.0, "1"), ("dual_clip", 0.5, "0.5"), ("dual_clip", NAN, "nan")),
     *cases(LOSSES, ("log_ratio_limit", -1.0, "-1"), ("log_ratio_limit", NAN, "nan")),
+    *cases("whiten", ("eps", -1.0, "-1"), ("eps", INF, "inf"), ("correction", INF, "inf")),
+    *cases((*LOSSES[1:], "shaped_rewards"), ("kl_coef", INF, "inf"), ("kl_coef", NAN, "nan")),
+    *cases(
+        LOSSES,
+        ("denominator", 0, "0"),
+        ("denominator", -2.0, "-2"),
+        ("denominator", INF, "inf"),
+        ("denominator", torch.tensor(0), "0"),
+        ("denominator", torch.tensor(-2.0), "-2"),
+        ("denominator", torch.tensor(NAN), "nan"),
+        ("denominator", torch.tensor(0.0, dtype=torch.float16), "0"),
+    ),
+    *cases("ppo_loss", ("value_denominator", 0.0, "0"), ("value_denominator", zeros(), "0")),
     # names
     *cases("gae", ("mask_mode", "jump", "jump")),
     *cases(("kl_estimate",), ("kind", "k4", "k4")),
@@ -171,7 +185,11 @@ TYPE_ERRORS = [
         SCORING,
         ("temperature", "hot", "str"),
         ("softcap", "no", "str"),
+        ("softcap", True, "bool"),
+        ("temperature", np.bool_(True), "bool"),
         ("vocab_size", 5.5, "float"),
+        ("vocab_size", True, "bool"),
+        ("vocab_size", np.float64(5), "float64"),
     ),
     *cases(
         LOGITS, ("logits", zeros(3, 5, 11, dtype=torch.int64), "int64"), ("logits", [[1.0]], "list")
@@ -253,6 +271,77 @@ def test_forward_mode_leaves_no_derivative_out(name: str) -> None:
             with pytest.raises(NotImplementedError, match="forward mode"):
                 wrong(name, **{argument: dual})
         wrong(name)  # without a tangent it works there as elsewhere
+
+
+SMALL, LARGE = 1e-50, 1e39  # what float32 holds as 0 and as infinity
+
+
+@pytest.mark.parametrize("backend", ppokern.available_backends())
+@pytest.mark.parametrize(
+    ("name", "argument", "value"),
+    [
+        *((n, k, x) for n in SCORING for k in ("temperature", "softcap") for x in (SMALL, LARGE)),
+        *((n, "clip_range", x) for n in LOSSES for x in (LARGE, (0.1, LARGE))),
+        ("ppo_value_loss", "clip_range", LARGE),
+        *((n, "log_ratio_limit", x) for n in LOSSES for x in (SMALL, LARGE)),
+        *((n, "denominator", x) for n in LOSSES for x in (SMALL, LARGE)),
+        *((n, "dual_clip", LARGE) for n in LOSSES),
+        *((n, "kl_coef", x) for n in (*LOSSES[1:], "shaped_rewards") for x in (LARGE, -LARGE)),
+        *((n, "entropy_coef", LARGE) for n in LOSSES[1:]),
+        *(("ppo_loss", k, LARGE) for k in ("value_coef", "value_clip_range", "value_denominator")),
+    ],
+    ids=label,
+)
+def test_numbers_that_float32_does_not_hold(
+    backend: str, name: str, argument: str, value: Any
+) -> None:
+    """An error on every backend, also of a coefficient whose term is 0; float64 holds them."""
+    with ppokern.use_backend(backend), pytest.raises(ValueError, match=f"^{argument}: .*float32"):
+        wrong(name, **{argument: value})
+    args = {**calls.every(torch.float64)[name].args, argument: value}
+    assert calls.outputs(EVERY[name].fn(**args))
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_temperatures_that_float32_does_not_hold(name: str) -> None:
+    for bad in (1e-40, INF):
+        t = torch.ones(3, 5)
+        t[0, 0] = bad
+        with pytest.raises(ValueError, match=r"^temperature: .*float32.* at \[0, 0\]"):
+            wrong(name, temperature=t)
+        with pytest.raises(ValueError, match=r"^temperature: .*float32"):
+            wrong(name, temperature=torch.tensor(bad))
+    wide = torch.full((3, 5), LARGE, dtype=torch.float64)  # float64 arithmetic
+    assert calls.outputs(wrong(name, temperature=wide))[0].dtype == torch.float64
+
+
+def test_infinity_where_it_means_something() -> None:
+    """Nothing is clipped."""
+    for name in LOSSES:
+        plain = wrong(name, clip_range=INF, dual_clip=INF, log_ratio_limit=None).loss
+        assert torch.equal(plain, wrong(name, clip_range=1e30, dual_clip=GONE).loss)
+    assert wrong("ppo_value_loss", clip_range=INF).loss.isfinite()
+
+
+NUMPY = [
+    *((n, "temperature", np.float32(0.5)) for n in SCORING),
+    *((n, "vocab_size", np.int64(9)) for n in SCORING),
+    *((n, "max_logits_bytes", np.int32(500)) for n in LINEAR),
+    *((n, "softcap", np.int64(5)) for n in SCORING),
+    *(("gae", k, np.float32(0.5)) for k in ("gamma", "lam")),
+    *(("whiten", k, x) for k in ("eps", "correction") for x in (np.float32(0.5), np.int64(1))),
+    *((n, "kl_coef", np.float16(0.5)) for n in ("shaped_rewards", *LOSSES[1:])),
+    *((n, k, np.float32(2.5)) for n in LOSSES for k in ("clip_range", "dual_clip", "denominator")),
+    *((n, "log_ratio_limit", np.int64(5)) for n in LOSSES),
+    ("ppo_loss", "value_coef", np.float32(0.5)),
+    ("gae", "time_dim", np.int64(-1)),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "value"), NUMPY, ids=label)
+def test_numbers_of_numpy_are_numbers(name: str, argument: str, value: Any) -> None:
+    theirs, mine = (calls.outputs(wrong(name, **{argument: x})) for x in (value, value.item()))
+    assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True))
 
 
 # Arguments that exclude or need each other --------------------------------------------------------

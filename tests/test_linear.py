@@ -14,10 +14,12 @@ from torch import Tensor
 
 from ppokern import (
     LogProbs,
+    linear_ppo_loss,
     linear_selected_logprobs,
     linear_selected_logprobs_with_entropy,
     selected_logprobs_with_entropy,
 )
+from ppokern.linear.reference import Head, plan
 
 OP = "linear"
 H, V = 6, 23
@@ -237,6 +239,24 @@ def test_empty(backend: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None
     assert gw.dtype == dtype and (gw == 0).all()
 
 
+@pytest.mark.parametrize(("vocabulary", "width"), [(0, H), (V, 0), (0, 0)])
+def test_no_vocabulary_or_no_hidden_states(
+    backend: str, dtype: torch.dtype, vocabulary: int, width: int
+) -> None:
+    """Without a vocabulary every token is masked; without states all of them are as likely."""
+    hidden, weight = torch.empty(2, 3, width, dtype=dtype), torch.empty(vocabulary, width).to(dtype)
+    ids, inputs = torch.full((2, 3), 1 if vocabulary else -100), [leaf(hidden), leaf(weight)]
+    out = linear_selected_logprobs_with_entropy(*inputs, ids)
+    level = -math.log(vocabulary) if vocabulary else 0.0
+    assert torch.allclose(out.logprobs.float(), torch.full((2, 3), level))
+    assert torch.allclose(out.entropy.float(), torch.full((2, 3), -level))
+    loss = linear_ppo_loss(*inputs, ids, torch.full((2, 3), level), torch.ones(2, 3)).loss
+    assert float(loss.detach()) == pytest.approx(-1.0 if vocabulary else 0.0, abs=1e-6)
+    for losses in ((out.logprobs.sum(), out.entropy.sum()), (loss,)):
+        for g, x in zip(torch.autograd.grad(losses, inputs), inputs, strict=True):
+            assert g.shape == x.shape and (g == 0).all()
+
+
 @pytest.mark.parametrize("compact", [True, False])
 def test_everything_masked(backend: str, compact: bool) -> None:
     hidden, weight, ids = draw((4,), F32)
@@ -337,6 +357,15 @@ def test_holds_a_few_rows_where_only_one_is_allowed(backend: str) -> None:
     hidden, weight, ids = big()
     ran = usage(lambda: linear_selected_logprobs(hidden, weight, ids, max_logits_bytes=1))
     assert ran.peak_bytes <= 8 * 4 * BIG_V + 64 * BIG_N + 20_000
+
+
+@pytest.mark.parametrize("limit", [1, 2**14, 2**17])
+def test_a_small_limit_does_not_cut_the_weight_into_columns(limit: int) -> None:
+    """A product with a few columns takes as long as one with 512."""
+    hidden, weight, _ = big(BF16)
+    head = Head(weight.detach(), None, 1.0, None, BIG_V, F32)
+    how = plan(hidden, head, torch.ones(BIG_N, dtype=torch.bool), True, limit)
+    assert how.columns >= 512
 
 
 def gemm(rows: int) -> int:

@@ -8,6 +8,7 @@ from measure import grads, leaf, unchanged, usage
 from oracle import f64
 from torch import Tensor
 
+import ppokern
 from ppokern import (
     Loss,
     linear_ppo_loss,
@@ -286,6 +287,38 @@ def test_P4_nothing_unmasked(
     for g, x in zip(torch.autograd.grad(out.loss, flows), flows, strict=True):
         assert (g == 0).all() and g.shape == x.shape and g.dtype == x.dtype
     assert all(s == 0 for s in out.stats.values())
+
+
+@pytest.mark.parametrize("most", [4 * 8 * 500, ALL])
+@pytest.mark.parametrize("head", [F16, F32], ids=str)
+@pytest.mark.parametrize("denominator", [8192.0, 65_536.0, 524_288.0])
+def test_float16_behind_a_loss_scale(
+    backend: str, denominator: float, head: torch.dtype, most: int
+) -> None:
+    """As with `torch.amp.GradScaler`: many tokens make the gradient small, and the scale large."""
+    n, h, v = 24, 16, 500
+    ids, parameters = (
+        torch.randint(0, v, (n,)),
+        [torch.randn(n, h), torch.randn(v, h) / 4, torch.randn(v)],
+    )
+    parameters = [leaf(p.to(dtype)) for p, dtype in zip(parameters, (F16, head, head), strict=True)]
+    wide = [leaf(p.double()) for p in parameters]
+    lp = (wide[0] @ wide[1].T + wide[2]).log_softmax(-1).gather(-1, ids[:, None])[:, 0].detach()
+    old, ref = (lp - 0.1 * torch.randn(n)).float(), (lp - 0.1).float()
+    options = {"entropy_coef": 0.01, "kl_coef": 0.1, "ref_logprobs": ref}
+    terms = (ids, old, torch.randn(n))
+
+    def loss(p: list[Tensor], **more: Any) -> Tensor:
+        return linear_ppo_loss(
+            p[0], p[1], *terms, bias=p[2], denominator=denominator, **options, **more
+        ).loss
+
+    with ppokern.use_backend("torch"):
+        exact = torch.autograd.grad(loss(wide), wide)
+    mine = torch.autograd.grad(65_536 * loss(parameters, max_logits_bytes=most), parameters)
+    for g, p, e in zip(mine, parameters, exact, strict=True):
+        assert g.dtype == p.dtype
+        assert (g.double() / 65_536 - e).norm() <= 1e-3 * e.norm()
 
 
 @pytest.mark.parametrize("ratio", ["token", "sequence"])

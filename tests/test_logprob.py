@@ -355,6 +355,13 @@ def test_empty(backend: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None
     assert g.shape == x.shape and g.dtype == dtype
 
 
+def test_no_vocabulary(backend: str, dtype: torch.dtype) -> None:
+    x, ids = leaf(torch.empty(2, 3, 0, dtype=dtype)), torch.full((2, 3), -100)
+    out = selected_logprobs_with_entropy(x, ids)
+    (g,) = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), x)
+    assert (out.logprobs == 0).all() and (out.entropy == 0).all() and g.shape == x.shape
+
+
 def test_everything_masked(backend: str) -> None:
     x, ids = leaf(torch.full((2, 3, 5), NAN)), torch.full((2, 3), -100)
     out = selected_logprobs_with_entropy(x, ids)

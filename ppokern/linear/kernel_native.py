@@ -32,10 +32,10 @@ def loss_pass(
     """Overwrite a chunk's logits with their gradient, see `reference.two_passes`.
 
     Fewer long rows than a device has multiprocessors would leave the others idle: these go through
-    the two passes of the log-probs, which share a row out.
+    the two passes of the log-probs, which share a row out; so do rows of no logits.
     """
     logits, (rows, width), device = chunk.logits, chunk.logits.shape, chunk.logits.device
-    if rows < _launch.resident(device, 1) and width > SHARED:
+    if width == 0 or (rows < _launch.resident(device, 1) and width > SHARED):
         return reference.two_passes(
             passes.CUDA, chunk, head, how, token_ids, slopes, logprobs, entropy
         )

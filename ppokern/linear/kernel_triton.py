@@ -194,10 +194,10 @@ def loss_pass(
     """Overwrite a chunk's logits with their gradient, see `reference.two_passes`.
 
     Fewer long rows than a device has multiprocessors would leave the others idle: these go through
-    the two passes of the log-probs, which share a row out.
+    the two passes of the log-probs, which share a row out; so do rows of no logits.
     """
     (rows, width), device = chunk.logits.shape, chunk.logits.device
-    if rows < _launch.resident(device, 1) and width > SHORT[0]:
+    if width == 0 or (rows < _launch.resident(device, 1) and width > SHORT[0]):
         return reference.two_passes(passes, chunk, head, how, token_ids, slopes, logprobs, entropy)
     fit = _launch.rows_in_cache(chunk.logits) >= _launch.resident(device, SHORT[2])
     tile, warps, programs = SHORT if fit else LONG

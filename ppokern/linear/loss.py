@@ -120,7 +120,9 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     return (
         h.hidden.new_empty((), dtype=dtype),
         h.hidden.new_empty(len(names), dtype=dtype),
-        *gradients_like(h[:3], (how.need_hidden, how.need_weight, how.need_bias)),
+        *gradients_like(
+            h[:3], (how.need_hidden, how.need_weight, how.need_bias), reference.held_dtype
+        ),
     )
 
 
@@ -128,7 +130,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     tensors = [x if isinstance(x, Tensor) else None for x in inputs]
     ctx.save_for_backward(*tensors)
     ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
-    ctx.gradients = output[2:]
+    ctx.gradients, ctx.dtypes = output[2:], [None if x is None else x.dtype for x in inputs[:3]]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -145,9 +147,9 @@ def _backward(ctx: Any, gradient: Any, grad: Tensor | None, *rest: Any) -> tuple
         if gradients is None:
             saved = zip(ctx.saved_tensors, ctx.others, strict=True)
             gradients = _forward(*(other if x is None else x for x, other in saved))[2:]
-        pairs = zip(gradients, needed, strict=True)
+        each = zip(gradients, needed, ctx.dtypes, strict=True)
         scale = torch.mul if ctx.compiled else Tensor.mul_
-        result = tuple(scale(g, grad) if need else None for g, need in pairs)
+        result = tuple(scale(g, grad).to(dtype) if need else None for g, need, dtype in each)
     return result
 
 
@@ -196,6 +198,10 @@ def linear_ppo_loss(
     rounding. All that the gradient needs is known before the forward pass, so that it makes the
     gradients as it goes: logits, their gradient in the same buffer, hidden states, weight. The
     backward pass only scales them; a second one over the same graph makes them again.
+
+    In float16 the gradients are rounded behind the loss scale (`torch.amp.GradScaler`), not before:
+    until the backward pass they are float32, made of logits' gradients that stand in float16 times
+    a power of two, the mean taken out, so that the number of tokens makes none of them vanish.
 
     Args:
         hidden: see `linear_selected_logprobs`, as for all of the head. Takes a gradient.

@@ -1,8 +1,9 @@
 """Log-probs of selected tokens from hidden states: public functions and their derivatives."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
@@ -101,12 +102,16 @@ def _gradient_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def gradients_like(
-    parameters: Sequence[Tensor | None], needed: Sequence[bool]
+    parameters: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    result_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
 ) -> tuple[Tensor, ...]:
     """Return what has the shapes of the gradients that a kernel returns: empty where not needed."""
     new_empty = next(p for p in parameters if p is not None).new_empty
     return tuple(
-        p.new_empty(p.shape) if p is not None and need else new_empty(0)
+        p.new_empty(p.shape, dtype=result_dtype(p.dtype))
+        if p is not None and need
+        else new_empty(0)
         for p, need in zip(parameters, needed, strict=True)
     )
 
@@ -246,8 +251,8 @@ def linear_selected_logprobs(
         temperature: above 0; a tensor is broadcast to `token_ids`.
         softcap: above 0, in logits; None = none.
         vocab_size: rows of `weight` from there on are padding.
-        max_logits_bytes: bound of the logits held at a time (at least one row), forward and
-            backward.
+        max_logits_bytes: bound of the logits held at a time, forward and backward; at least a row,
+            and of a head in 16 bits, or of another dtype than `hidden`, 512 rows in float32.
         compact: leave masked rows out of the GEMMs; on CUDA that reads their count back, once.
 
     Returns:

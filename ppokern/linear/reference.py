@@ -15,6 +15,7 @@ from ppokern.logprob.reference import Rows
 from ppokern.ppo_loss.reference import TokenSlopes
 
 _ROW_COPIES = 8  # float copies of a logit that a row pass holds for the block it works on
+_COLUMNS = 512  # the fewest of a slice, whatever the limit: a GEMM of fewer takes as long
 
 
 class Head(NamedTuple):
@@ -72,13 +73,17 @@ def plan(hidden: Tensor, head: Head, valid: Tensor, compact: bool, max_logits_by
     # what a row needs beside its logits: its states and their gradient; and a block's float copies
     copies = _ROW_COPIES * width * head.dtype.itemsize
     spare = int(1.05 * max_logits_bytes) - copies
+    if dtype.itemsize == 2 or dtype != head.weight.dtype:  # slices of a wide head are not small
+        slices = _COLUMNS * 2 * states * head.dtype.itemsize - max_logits_bytes // 32
+        spare -= min(max(0, slices), max_logits_bytes // 2)
     most = max(1, min(most, spare // (row + 3 * states * head.dtype.itemsize)))
     chunks = max(1, -(-count // most))
     chunk = max(1, -(-count // chunks))
     cache = 2**18 if hidden.device.type == "cpu" else 2**26
     block = min(cache, max_logits_bytes // (24 * copies // width))
     columns = max_logits_bytes // 32 // (head.dtype.itemsize * (2 * states + chunk))
-    return Plan(rows, valid, compact, dtype, chunk, max(width, block), max(1, columns), chunks == 1)
+    columns = max(_COLUMNS, columns)
+    return Plan(rows, valid, compact, dtype, chunk, max(width, block), columns, chunks == 1)
 
 
 def chunks(hidden: Tensor, head: Head, how: Plan) -> Iterator[Chunk]:
@@ -149,6 +154,9 @@ def loss_gradients(
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
     """Return log-probs and entropies ``(N,)`` and the gradients of a loss of them, in three GEMMs.
 
+    Gradients of a mean over many tokens are too small for float16: it holds those of logits times a
+    power of two, and those of its parameters are float32 (until the backward pass has scaled them).
+
     Args:
         hidden: ``(N, H)``.
         head: see `Head`.
@@ -161,7 +169,8 @@ def loss_gradients(
     """
     logprobs = hidden.new_zeros(len(token_ids), dtype=head.dtype)
     entropy = torch.zeros_like(logprobs) if with_entropy else None
-    gradients = Gradients(hidden, head, needed, how)
+    power = slopes.raise_to_one() if how.dtype == torch.float16 else None
+    gradients = Gradients(hidden, head, needed, how, held_dtype)
     for chunk in chunks(hidden, head, how):
         kept, part = loss_pass(chunk, head, how, token_ids, slopes, logprobs, entropy), chunk.rows
         if kept is None:
@@ -169,7 +178,12 @@ def loss_gradients(
         else:
             of_call = kept + part.start if isinstance(part, slice) else part[kept]
             gradients.add(of_call, chunk.logits[: len(kept)], chunk.hidden[kept])
-    return logprobs, entropy, gradients.result()
+    return logprobs, entropy, gradients.result(power)
+
+
+def held_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a loss's gradient of a parameter of `dtype` has before it is scaled."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def two_passes(
@@ -227,15 +241,26 @@ class Gradients:
     """The gradients of hidden states, weight and bias, added up chunk by chunk."""
 
     def __init__(
-        self, hidden: Tensor, head: Head, needed: tuple[bool, bool, bool], how: Plan
+        self,
+        hidden: Tensor,
+        head: Head,
+        needed: tuple[bool, bool, bool],
+        how: Plan,
+        result_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
     ) -> None:
         """Allocate the gradients that are `needed`; the others stay empty."""
         self._head, self._needed, self._how = head, needed, how
-        weight, empty = head.weight, hidden.new_empty
+        weight, empty, bias = head.weight, hidden.new_empty, head.bias
+        self._weight_dtype = result_dtype(weight.dtype)
+        self._bias_dtype = None if bias is None else result_dtype(bias.dtype)
         # rounded once: in a single chunk as it is added, else at the end
         self._sum_dtype = torch.promote_types(weight.dtype, torch.float32)
-        dtype = weight.dtype if how.single else self._sum_dtype
-        self._hidden = hidden.new_zeros(hidden.shape) if needed[0] else empty(0)
+        dtype = self._weight_dtype if how.single else self._sum_dtype
+        self._hidden = (
+            hidden.new_zeros(hidden.shape, dtype=result_dtype(hidden.dtype))
+            if needed[0]
+            else empty(0)
+        )
         # its rows below vocab_size are written by the first chunk: zeros would be one more pass
         self._weight = weight.new_empty(weight.shape, dtype=dtype) if needed[1] else empty(0)
         self._weight[head.vocab_size :] = 0
@@ -259,16 +284,16 @@ class Gradients:
         if need_bias:
             self._bias[:width] += logits_grad.sum(0, dtype=self._sum_dtype)
 
-    def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients in their parameters' dtypes."""
-        bias = self._head.bias
+    def result(self, power: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients in their dtypes, divided by `power`."""
         if not self._begun:
             self._weight.zero_()
-        return (
-            self._hidden,
-            self._weight.to(self._head.weight.dtype) if self._needed[1] else self._weight,
-            self._bias if bias is None or not self._needed[2] else self._bias.to(bias.dtype),
-        )
+        total = self._hidden, self._weight, self._bias
+        if power is not None:
+            total = tuple(x.div_(power) for x in total)
+        dtypes = None, self._weight_dtype, self._bias_dtype
+        pairs = zip(total, self._needed, dtypes, strict=True)
+        return tuple(x if dtype is None or not need else x.to(dtype) for x, need, dtype in pairs)
 
 
 def _rows_of(chunk: Chunk, head: Head, how: Plan, token_ids: Tensor) -> Rows:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ppokern import _launch
+from ppokern.logprob import reference
 from ppokern.logprob.reference import Rows
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def forward(
     on_cuda: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropy (empty without), and what `backward` needs, ``(..., 4)``."""
+    if on_cuda and not x.logits.numel():
+        return reference.forward(x, with_entropy, dtype)
     logprobs = torch.empty_like(
         x.token_ids, dtype=torch.float32, memory_format=torch.contiguous_format
     )
@@ -65,6 +68,8 @@ def backward(
     on_cuda: bool = False,
 ) -> Tensor:
     """Write the gradient of the logits to `out`, which may be `logits` itself, and return it."""
+    if not out.numel():
+        return out
     if not _rows_are_dense(out):
         dense = out.contiguous()
         x = x._replace(logits=dense) if out is x.logits else x

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ppokern import _launch
 from ppokern import token_math_triton as tm
+from ppokern.logprob import reference
 from ppokern.logprob.reference import Rows
 
 TILE = 4096  # logits of a tile: 16 a thread
@@ -362,12 +363,12 @@ def forward(
     x: Rows, with_entropy: bool, dtype: torch.dtype, block: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropy (empty without), and what `backward` needs, ``(..., 4)``."""
+    if not x.logits.numel():
+        return reference.forward(x, with_entropy, dtype)
     shape, rows, new = x.token_ids.shape, x.token_ids.numel(), x.logits.new_empty
     logprobs = new(shape, dtype=torch.float32)
     entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
     found = logprobs.new_empty((*shape, 4))
-    if rows == 0:
-        return logprobs, entropy, found
     logits = _dense(x.logits)
     tokens = tokens_of(x, logits)
     columns = min(TILE, triton.next_power_of_2(x.vocab_size))
@@ -401,7 +402,7 @@ def backward(
 ) -> Tensor:
     """Write the gradient of the logits to `out`, which may be `logits` itself, and return it."""
     rows, width = x.token_ids.numel(), out.shape[-1]
-    if rows == 0:
+    if not out.numel():
         return out
     if not _is_dense(out):
         dense = out.contiguous()

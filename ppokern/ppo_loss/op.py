@@ -241,8 +241,9 @@ def ppo_policy_loss(
             of their token means; ``"sequence_sum"``, over sequences, of their token sums;
             ``"sum"``; ``"none"``, per token. A sequence is a row of ``(..., T)``, all of ``(N,)``,
             or a segment of `cu_seqlens`; one without an unmasked token does not count.
-        denominator: takes the place of the count of tokens or sequences, so that micro-batches and
-            ranks add up to the whole batch.
+        denominator: above 0; takes the place of the count of tokens or sequences, so that
+            micro-batches and ranks add up to the whole batch. A tensor on CUDA that is not above 0
+            makes the result NaN, where values are not validated.
         cu_seqlens: ``(S + 1,)``, int32 or int64: the tensors are packed, ``(total,)``.
         log_ratio_limit: the (mean) log-ratio is limited to plus or minus this before the
             exponential, without a gradient beyond; None = no limit.

@@ -253,6 +253,13 @@ class TokenSlopes:
             for t in (x.weights, x.ref_logprobs if o.kl_coef != 0 else None)
         )
 
+    def raise_to_one(self) -> Tensor:
+        """Multiply the slopes by a power of two, returned, that brings their scale to 1 or 2."""
+        largest = self.scale.amax() if len(self.scale) else self.scale.new_ones(())
+        power = torch.ldexp(torch.ones_like(largest), 1 - torch.frexp(largest).exponent)
+        self.scale = self.scale * power
+        return power
+
     def __call__(self, logprobs: Tensor, rows: Tensor | slice) -> tuple[Tensor, Tensor | None]:
         """Return some tokens' slopes in log-probs and in entropies (None: no bonus)."""
         o, scale, old = self.options, self.scale[rows], self.old_logprobs[rows]
