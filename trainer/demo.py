@@ -154,10 +154,11 @@ def say(summary: dict[str, Any], samples: int) -> None:
     table = Table(title=f"{samples} held-out prompts, temperature 1", title_justify="left")
     for heading in ("", "before PPO", "after"):
         table.add_column(heading, justify="left" if not heading else "right")
+    words = report.WORDS | {"judge": "independent judge (VADER), mean in [-1, 1]"}
     for name in ("judge", "reward", "perplexity", "distinct_2", "repetition", "tokens"):
         if summary[f"{name}_before"] is not None:
             sides = (f"{summary[f'{name}_{side}']:.2f}" for side in ("before", "after"))
-            table.add_row(report.WORDS[name], *sides)
+            table.add_row(words[name], *sides)
     console.print(table)
     accuracy = summary["reward_model_accuracy"]
     console.print(f"SFT loss {summary['sft_loss']:.2f} nats a token on held-out text")

@@ -385,7 +385,7 @@ WORDS = {
     "reward_model_accuracy": "reward model, share of held-out pairs told apart rightly",
     "kl_per_sequence": "KL to the model before PPO, nats a text",
     "distinct": "share of texts that differ from all others",
-    "judge": "independent judge (VADER), mean in [-1, 1]",
+    "judge": "independent judge, mean of its verdicts",
     "reward": "score",
     "perplexity": "perplexity under the model before PPO",
     "distinct_2": "different pairs of tokens, share",
