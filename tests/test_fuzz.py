@@ -236,7 +236,7 @@ def in_a_child(name: str, argument: str, which: int) -> str | None:
 def test_odd_arguments(name: str) -> None:
     arguments = sorted(set(inspect.signature(EVERY[name].fn).parameters) - {"group"})
 
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     @given(st.sampled_from(arguments), st.integers(0, len(TENSORS) * len(NUMBERS) - 1))
     def drawn(argument: str, which: int) -> None:
         found = in_a_child(name, argument, which)

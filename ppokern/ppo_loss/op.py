@@ -325,6 +325,8 @@ def ppo_value_loss(
 
     Source: OpenAI baselines, ppo2; Engstrom et al. 2020 (arXiv 2005.12729), section 3.
     """
+    if clip_range is not None:
+        clip_range = _check.number("clip_range", clip_range)
     o = checked_options(aggregate=aggregate, value_clip_range=clip_range)
     _check.tensor("values", values)
     checked_tensors(
