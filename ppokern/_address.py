@@ -53,7 +53,7 @@ def _kind(x: Tensor) -> str | None:
         return None
     if x.is_nested:
         return "nested tensor"
-    if type(x) not in _ORDINARY and type(x).__torch_dispatch__ is not _NO_DISPATCH:
+    if getattr(type(x), "__torch_dispatch__", _NO_DISPATCH) is not _NO_DISPATCH:
         return type(x).__name__
     if x.layout is not torch.strided:
         return f"{x.layout} tensor".replace("torch.", "")

@@ -115,16 +115,14 @@ def mask_like(name: str, x: object, shape: Sequence[int], device: torch.device) 
 
 def number(name: str, x: Any) -> float:
     """Check that `x` is a number and return it as a float; whether it fits is looked at in use."""
-    if isinstance(x, float):
-        return float(x)
-    if isinstance(x, bool) or not isinstance(x, numbers.Real):
-        if not _is_numpy_in_graph(x):
-            fail(name, "a number", type(x).__name__, TypeError)
-        x = x.item()
     try:
-        return float(x)
+        if isinstance(x, float) or (isinstance(x, numbers.Real) and not isinstance(x, bool)):
+            return float(x)
+        if _is_numpy_in_graph(x):
+            return float(x.item())
     except OverflowError:  # of an integer
         fail(name, "a number that a float holds", x)
+    fail(name, "a number", type(x).__name__, TypeError)
 
 
 def _is_numpy_in_graph(x: Any) -> bool:
@@ -171,15 +169,17 @@ def limit(name: str, x: float, low: float, dtype: torch.dtype) -> None:
 
 def integer(name: str, x: Any, low: int = -sys.maxsize, high: int = sys.maxsize) -> int:
     """Check that `x` is an integer in ``[low, high]`` and return it."""
-    if isinstance(x, bool) or not isinstance(x, numbers.Integral):
-        if not _is_numpy_in_graph(x):
-            fail(name, "an integer", type(x).__name__, TypeError)
-        x = x.item()
-        torch._check(x >= low)
-        torch._check(x <= high)
-    elif not low <= x <= high:
-        fail(name, f"an integer in [{low}, {high}]", x)
-    return int(x)
+    if isinstance(x, numbers.Integral) and not isinstance(x, bool):
+        n = int(x)
+        if not low <= n <= high:
+            fail(name, f"an integer in [{low}, {high}]", n)
+    elif _is_numpy_in_graph(x):
+        n = int(x.item())
+        torch._check(n >= low)
+        torch._check(n <= high)
+    else:
+        fail(name, "an integer", type(x).__name__, TypeError)
+    return n
 
 
 def choice(name: str, x: object, options: Sequence[str]) -> None:

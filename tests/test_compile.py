@@ -157,7 +157,7 @@ def recorded(call: calls.Call, args: dict[str, Any], monkeypatch: pytest.MonkeyP
     return recorder.seen
 
 
-def opcheck(seen: list[Any]) -> None:
+def opcheck(seen: list[Any], **how: Any) -> None:
     for op, args, kwargs in seen:
         first_order = not op.name().endswith("_backward")  # those are differentiated no further
 
@@ -169,7 +169,7 @@ def opcheck(seen: list[Any]) -> None:
             return copy.requires_grad_(x.requires_grad and first_order)
 
         named = {k: fresh(x) for k, x in kwargs.items()}
-        torch.library.opcheck(op, [fresh(x) for x in args], named)
+        torch.library.opcheck(op, [fresh(x) for x in args], named, **how)
 
 
 def same_memory(x: Tensor) -> tuple[list[int], list[int]]:
@@ -278,8 +278,8 @@ def test_kinds_of_numbers_in_a_compiled_graph(kinds: tuple[type, ...]) -> None:
     for i in range(12):
         one = kinds[i % len(kinds)]
         values = {"kl_coef": one(i % 4 + 1), "clip_range": one(1 + i), "denominator": one(i + 2)}
-        changed = call._replace(args={**call.args, **values})
-        close(changed.run(changed.leaves(), compiled), changed.run(changed.leaves()))
+        args = {**call.args, **values}
+        close(calls.outputs(compiled(**args)), calls.outputs(call.fn(**args)))
     assert made["unique_graphs"] - before <= 3  # an int has a type of its own
 
 
@@ -346,7 +346,8 @@ def test_drawn_calls(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> N
     close(mine, theirs)
     count = len(mine) - len(call.flows)
     assert [x.stride() for x in mine[:count]] == [x.stride() for x in theirs[:count]]
-    opcheck(recorded(call, call.leaves(), monkeypatch))
+    quick = ("test_schema", "test_autograd_registration", "test_faketensor")
+    opcheck(recorded(call, call.leaves(), monkeypatch), test_utils=quick)
 
 
 # What every op does alike -------------------------------------------------------------------------

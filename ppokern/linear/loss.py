@@ -86,7 +86,8 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     loss_pass = _backend.select("linear_ppo_loss", KERNELS, backend, h.hidden.device, dtype)
     shape, valid = h.token_ids.shape, taken(h.token_ids, x.mask)
     mask = valid.view(shape)
-    scale = how.temperature if h.temperatures is None else flat_temperatures(h.temperatures)
+    scale = flat_temperatures(h.temperatures)
+    scale = how.temperature if scale is None else scale
     head = Head(h.weight, h.bias, scale, how.softcap, how.vocab_size, dtype)
     hidden = h.hidden.reshape(len(valid), h.hidden.shape[-1])
     plan = reference.plan(hidden, head, valid, how.compact, how.max_logits_bytes)

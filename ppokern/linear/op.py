@@ -181,8 +181,11 @@ def checked_head(
 
 def flat_temperatures(temperatures: Tensor | None) -> Tensor | None:
     """Return temperatures per token flat."""
-    is_flat = temperatures is None or temperatures.dim() == 0
-    return temperatures if is_flat else temperatures.reshape(-1)
+    return (
+        temperatures.reshape(-1)
+        if temperatures is not None and temperatures.dim()
+        else temperatures
+    )
 
 
 def linear_logprobs(

@@ -288,12 +288,14 @@ class Gradients:
         """Return the gradients in their dtypes, divided by `power`."""
         if not self._begun:
             self._weight.zero_()
-        total = self._hidden, self._weight, self._bias
+        hidden, weight, bias = self._hidden, self._weight, self._bias
         if power is not None:
-            total = tuple(x.div_(power) for x in total)
-        dtypes = None, self._weight_dtype, self._bias_dtype
-        pairs = zip(total, self._needed, dtypes, strict=True)
-        return tuple(x if dtype is None or not need else x.to(dtype) for x, need, dtype in pairs)
+            hidden, weight, bias = (x.div_(power) for x in (hidden, weight, bias))
+        if self._needed[1]:
+            weight = weight.to(self._weight_dtype)
+        if self._needed[2] and self._bias_dtype is not None:
+            bias = bias.to(self._bias_dtype)
+        return hidden, weight, bias
 
 
 def _rows_of(chunk: Chunk, head: Head, how: Plan, token_ids: Tensor) -> Rows:
