@@ -32,6 +32,7 @@ NVCC = (CUDA_HOME and shutil.which("nvcc", path=f"{CUDA_HOME}/bin")) or shutil.w
 KERNELS = sorted(glob("csrc/*/*_cuda.cu"))
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 OPENMP = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
+NOTHING = "int main() { return 0; }\n"
 
 if CUDA not in ("auto", "on", "off"):
     raise SystemExit(f"PPOKERN_CUDA: expected auto, on or off, got {CUDA!r}")
@@ -78,10 +79,14 @@ class BuildNative(build_ext):
     """Adds OpenMP where the compiler has it, and says so where something was not built."""
 
     def build_extensions(self) -> None:
-        """Probe the compiler, then build."""
-        if self.has_openmp():
+        """Probe the compiler, then build: nvcc takes a minute, and is of no use without it."""
+        if self.compiles(OPENMP, "-fopenmp"):
             native.extra_compile_args.append("-fopenmp")
             native.extra_link_args.append("-fopenmp")
+        elif cuda in self.extensions and not self.compiles(NOTHING):
+            if CUDA == "on":
+                raise CompileError("PPOKERN_CUDA=on: there is no C++ compiler that works")
+            self.extensions = [native]
         super().build_extensions()
         for made, kernels in ((native, "C++"), (cuda, "CUDA")):
             if made in extensions and not Path(self.get_ext_fullpath(made.name)).exists():
@@ -115,15 +120,15 @@ class BuildNative(build_ext):
         nvcc(*flags, "-c", source, "-o", str(to))
         return str(to)
 
-    def has_openmp(self) -> bool:
-        """Return whether a program with OpenMP compiles and links."""
+    def compiles(self, program: str, *flags: str) -> bool:
+        """Return whether a program compiles and links."""
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.cpp")
-            source.write_text(OPENMP)
+            source.write_text(program)
             try:
-                objects = self.compiler.compile([str(source)], folder, extra_postargs=["-fopenmp"])
+                objects = self.compiler.compile([str(source)], folder, extra_postargs=[*flags])
                 self.compiler.link_executable(
-                    objects, "probe", folder, extra_postargs=["-fopenmp"], target_lang="c++"
+                    objects, "probe", folder, extra_postargs=[*flags], target_lang="c++"
                 )
             except (BaseError, CCompilerError):
                 return False

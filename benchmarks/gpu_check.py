@@ -39,12 +39,14 @@ if importlib.util.find_spec("jaxtyping") is None:  # annotations alone; none is 
     sys.modules["jaxtyping"] = shapes
 
 import ppokern  # noqa: E402
+from ppokern._names import Backend  # noqa: E402
 
 SECONDS = 470  # of all parts together
 ROOMS = ("logprob", "linear", "linear_loss", "gae", "whiten", "ppo_loss", "reward")
 OPS = {"selected": "logprob", "linear": "linear", "gae": "gae", "whiten": "whiten"}
 OPS |= {"shaped": "reward", "ppo": "ppo_loss"}  # the room of an op, by its first word
-KERNELS = [name for name in ppokern.available_backends() if name in ("triton", "cuda")]
+HERE = ppokern.available_backends()
+KERNELS: list[Backend] = [name for name in HERE if name in ("triton", "cuda")]
 
 
 class Report:
@@ -138,9 +140,10 @@ def against_float64(report: Report) -> None:
             table = calls.packed() if kind == "packed" else calls.every(dtype)
             call = table[name]
             results = {}
-            for backend in (
-                b for b in ("torch", *KERNELS) if OPS[name.split("_")[0]] in able[b].ops
-            ):
+            room = OPS[name.split("_")[0]]
+            for backend in HERE:
+                if backend == "cpu" or room not in able[backend].ops:
+                    continue
                 with ppokern.use_backend(backend):
                     results[backend] = call.run(call.leaves())
             exact = call._replace(args={k: wide(x) for k, x in call.args.items()})

@@ -31,8 +31,9 @@ Point = dict[str, float]
 
 def curve(seed: int) -> list[Point]:
     """One seed's points: the model before PPO, then each coefficient from the largest down."""
-    args = parser().parse_args(["demo", f"--seed={seed}", f"--run_dir={FOLDER / str(seed)}"])
-    given = parser().instantiate(args).demo
+    options = parser("demo")
+    args = options.parse_args(["demo", f"--seed={seed}", f"--run_dir={FOLDER / str(seed)}"])
+    given = options.instantiate(args).demo
     config = DemoConfig(**{option.name: given[option.name] for option in fields(DemoConfig)})
     if not Path(config.run_dir, "summary.json").exists():
         demo.run(config)

@@ -10,7 +10,8 @@ import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -20,9 +21,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from ppokern import _install
+from ppokern._names import BACKENDS, Backend
+
 Kernel = TypeVar("Kernel")
 
-NAMES = ("torch", "cpu", "triton", "cuda")
 _FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # For each op the default for CUDA tensors, the first that is there. Unmeasured: no run on a GPU has
@@ -36,13 +39,30 @@ ON_CUDA = {
     "shaped_rewards": ("triton",),
     "ppo_loss": ("triton", "cuda"),
 }
+UNLOADABLE: dict[str, str] = {}  # modules that were built, and what their loading said
 
 
 def _load(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(f"ppokern.{name}")
-    except ImportError:
+    except ModuleNotFoundError:
         return None
+    except ImportError as error:
+        UNLOADABLE[name] = f"built, and cannot be loaded: {error}"
+        return None
+
+
+def _say_what_is_missing() -> None:
+    """Warn where there are no C++ kernels and nobody said that this is meant."""
+    why, is_mistake = _install.why_unbuilt()
+    if (is_mistake or "_native" in UNLOADABLE) and os.environ.get("PPOKERN_BACKEND") != "torch":
+        why = UNLOADABLE.get("_native", why)
+        meant = "PPOKERN_BACKEND=torch says that this is meant"
+        warnings.warn(
+            f"ops run in plain torch, the C++ kernels are {why} ({meant})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 # in tests, a folder with the CUDA kernels as g++ compiles them, which run on CPU tensors
@@ -60,19 +80,22 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it once
 _environment = os.environ.get if native is None else native.getenv
 _WHEN_RUN = "when run"  # in a compiled graph, whichever name there is when it runs
 _named: ContextVar[str | None] = ContextVar("ppokern_backend", default=None)
+if native is None:
+    _say_what_is_missing()
 
 
-def available_backends() -> tuple[str, ...]:
+def available_backends() -> tuple[Backend, ...]:
     """Return the names of the backends that this installation can run, `torch` first."""
     cpu = ("cpu",) if native is not None else ()
     on_cuda = torch.cuda.is_available()
-    triton = ("triton",) if _has_triton() and (_INTERPRETED or on_cuda) else ()
+    triton = ("triton",) if has_triton() and (_INTERPRETED or on_cuda) else ()
     compiled = ("cuda",) if cuda is not None and (_CUDA_ON_CPU or on_cuda) else ()
     return ("torch", *cpu, *triton, *compiled)
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -86,8 +109,8 @@ def cpu_capability() -> str | None:
 
 
 def _check_name(source: str, name: str) -> str:
-    if name not in NAMES:
-        raise ValueError(f"{source}: expected one of {NAMES}, got {name!r}")
+    if name not in BACKENDS:
+        raise ValueError(f"{source}: expected one of {BACKENDS}, got {name!r}")
     if name not in available_backends():
         needs = {
             "triton": " (it needs Triton and CUDA, or TRITON_INTERPRET=1 from the start)",
@@ -101,7 +124,7 @@ def _check_name(source: str, name: str) -> str:
 
 
 @contextmanager
-def use_backend(name: str) -> Iterator[None]:
+def use_backend(name: Backend) -> Iterator[None]:
     """Run every op in the block on the backend `name`; a call that it cannot do is a `ValueError`.
 
     Without it the environment variable ``PPOKERN_BACKEND`` names the backend; without that each op
@@ -154,6 +177,17 @@ def select(
     Raises:
         ValueError: the backend asked for cannot do this call.
     """
+    kernel: Any = kernels[choose(op, kernels, name, device, dtype)]
+    return _at_path(kernel) if isinstance(kernel, str) else kernel
+
+
+_at_path = cache(pkgutil.resolve_name)
+
+
+def choose(
+    op: str, kernels: Collection[str], name: str, device: torch.device, dtype: torch.dtype
+) -> str:
+    """Return the backend that `select` takes a kernel of."""
     name = _name_now() if name == _WHEN_RUN else name
     able = ["torch"]
     if dtype in _FAST_DTYPES:
@@ -161,7 +195,7 @@ def select(
             able.append("cpu")
         if "cuda" in kernels and cuda and _runs(device, name, "cuda", bool(_CUDA_ON_CPU)):
             able.append("cuda")
-        if "triton" in kernels and _has_triton() and _runs(device, name, "triton", _INTERPRETED):
+        if "triton" in kernels and has_triton() and _runs(device, name, "triton", _INTERPRETED):
             able.append("triton")
     if not name:
         best = ON_CUDA[op] if device.type == "cuda" else ("cpu",)
@@ -170,11 +204,7 @@ def select(
         raise ValueError(
             f"{op}: backend {name!r} cannot do {dtype} on {device.type}; can: {', '.join(able)}"
         )
-    kernel: Any = kernels[name]
-    return _at_path(kernel) if isinstance(kernel, str) else kernel
-
-
-_at_path = cache(pkgutil.resolve_name)
+    return name
 
 
 def _runs(device: torch.device, name: str, backend: str, on_cpu: bool) -> bool:

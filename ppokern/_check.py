@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ppokern import _address
 from ppokern._backend import native
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -48,7 +49,9 @@ def validating() -> bool:
 
 def values_of(x: Tensor) -> bool:
     """Return whether the values of `x` may be looked at in order to check them."""
-    return not torch.compiler.is_compiling() and (x.is_cpu or _validation)
+    if torch.compiler.is_compiling() or not (x.is_cpu or _validation):
+        return False
+    return not _address.tracing((x,))
 
 
 def fail(name: str, expected: object, got: object, kind: type[Exception] = ValueError) -> NoReturn:
@@ -58,7 +61,9 @@ def fail(name: str, expected: object, got: object, kind: type[Exception] = Value
 
 def place(flat: int, shape: Sequence[int]) -> str:
     """Return the position of a flat index in a tensor of `shape`, as ``[1, 4]``."""
-    return str([int(i) for i in torch.unravel_index(torch.tensor(flat), tuple(shape))])
+    return str(
+        [int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), tuple(shape))]
+    )
 
 
 def first(where: Tensor) -> int | None:
@@ -66,15 +71,19 @@ def first(where: Tensor) -> int | None:
     return int(where.reshape(-1).nonzero()[0]) if bool(where.any()) else None
 
 
-def tensor(name: str, x: object, dtypes: Sequence[torch.dtype] = FLOATS) -> Tensor:
-    """Check that `x` is a plain tensor of one of `dtypes`."""
+def plain(name: str, x: object) -> Tensor:
+    """Check that `x` is a tensor that kernels can read."""
     if not isinstance(x, Tensor):
         fail(name, "a tensor", type(x).__name__, TypeError)
-    if type(x).__name__ == "DTensor":
-        fail(name, "a plain tensor (gather it first: full_tensor())", "a DTensor", TypeError)
-    # of `conj().imag`: what lies in memory is not what it is. A compiled graph makes no such view
-    if not torch.compiler.is_compiling() and x.is_neg():
-        fail(name, "a plain tensor (resolve_neg() makes one)", "a negated view", TypeError)
+    compiling = torch.compiler.is_compiling()  # then only a wrapper can be told from a tensor
+    if found := _address.wrapped(x) if compiling else _address.obstacle(x):
+        fail(name, "a plain tensor", found, TypeError)
+    return x
+
+
+def tensor(name: str, x: object, dtypes: Sequence[torch.dtype] = FLOATS) -> Tensor:
+    """Check that `x` is a tensor that kernels can read, of one of `dtypes`."""
+    x = plain(name, x)
     if x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         fail(name, f"dtype {names}", str(x.dtype).removeprefix("torch."), TypeError)
@@ -106,10 +115,13 @@ def mask_like(name: str, x: object, shape: Sequence[int], device: torch.device) 
 
 def number(name: str, x: Any) -> float:
     """Check that `x` is a number and return it as a float; whether it fits is looked at in use."""
-    if isinstance(x, float) or (isinstance(x, numbers.Real) and not isinstance(x, bool)):
-        return float(x)
-    if _is_numpy_in_graph(x):
-        return float(x.item())
+    try:
+        if isinstance(x, float) or (isinstance(x, numbers.Real) and not isinstance(x, bool)):
+            return float(x)
+        if _is_numpy_in_graph(x):
+            return float(x.item())
+    except OverflowError:  # of an integer
+        fail(name, "a number that a float holds", x)
     fail(name, "a number", type(x).__name__, TypeError)
 
 
@@ -177,10 +189,7 @@ def choice(name: str, x: object, options: Sequence[str]) -> None:
 
 
 def cu_seqlens(x: Tensor, shape: Sequence[int] | None, device: torch.device | None = None) -> None:
-    """Check the boundaries of packed sequences against the packed shape ``(total, …)``.
-
-    The values are looked at on the CPU, on CUDA under validation.
-    """
+    """Check the boundaries of packed sequences against the packed shape ``(total, …)``."""
     tensor("cu_seqlens", x, (torch.int32, torch.int64))
     if x.dim() != 1 or x.shape[0] == 0:
         fail("cu_seqlens", "shape (S + 1,)", tuple(x.shape))
@@ -188,6 +197,11 @@ def cu_seqlens(x: Tensor, shape: Sequence[int] | None, device: torch.device | No
         fail("cu_seqlens", f"a tensor on {device}", f"one on {x.device}")
     if shape is not None and len(shape) != 1:
         fail("cu_seqlens", "packed tensors of shape (total,) with it", tuple(shape))
+    boundaries(x, None if shape is None else shape[0])
+
+
+def boundaries(x: Tensor, total: int | None) -> None:
+    """Check the values of `cu_seqlens`, on the CPU, on CUDA under validation."""
     if not values_of(x):
         return
     if int(x[0]) != 0:
@@ -198,8 +212,8 @@ def cu_seqlens(x: Tensor, shape: Sequence[int] | None, device: torch.device | No
             "non-decreasing values",
             f"{int(x[at + 1])} after {int(x[at])} at {at + 1}",
         )
-    if shape is not None and int(x[-1]) != shape[0]:
-        fail("cu_seqlens", f"{shape[0]} (the number of tokens) at the end", int(x[-1]))
+    if total is not None and int(x[-1]) != total:
+        fail("cu_seqlens", f"{total} (the number of tokens) at the end", int(x[-1]))
 
 
 def as_int64(ids: Tensor) -> Tensor:

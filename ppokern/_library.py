@@ -8,11 +8,21 @@ here from one forward, one backward and their shapes.
 import math
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from ppokern import _address
+
+T = TypeVar("T")
+
+
+def loadable(kind: type[T]) -> type[T]:
+    """Let `torch.load`, with its default, take a NamedTuple of tensors that an op returned."""
+    torch.serialization.add_safe_globals([kind])
+    return kind
 
 
 class _SecondDerivative(torch.autograd.Function):
@@ -86,6 +96,7 @@ def register(
         return output
 
     def differentiate_eagerly(ctx: Any, *grads: Tensor | None) -> tuple:
+        grads = tuple(_address.gradient(name, grad) for grad in grads)
         return *differentiate(False, ctx, *grads)[:learned], None
 
     function = type(
@@ -214,6 +225,7 @@ def is_on(coefficient: float) -> bool:
 
 def _by_mode(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        return compiled(*args) if torch.compiler.is_compiling() else eager(*args)
+        graph = torch.compiler.is_compiling() or _address.tracing(args)
+        return compiled(*args) if graph else eager(*args)
 
     return call

@@ -3,6 +3,25 @@
 import torch
 from torch import Tensor
 
+from ppokern import _check
+
+
+def well_formed(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Return, without reading it back, whether the boundaries are valid."""
+    rising = (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
+    return rising & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)
+
+
+def spoil(cu_seqlens: Tensor | None, total: int, *results: Tensor) -> None:
+    """Turn results into NaN if `cu_seqlens` is malformed; where it may be looked at, raise."""
+    if cu_seqlens is None:
+        return
+    _check.boundaries(cu_seqlens, total)
+    if not _check.values_of(cu_seqlens):
+        malformed = ~well_formed(cu_seqlens, total)
+        for result in results:
+            result.masked_fill_(malformed, torch.nan)
+
 
 class Sequences:
     """What ops need to know of the sequences of a batch: sums over each, values spread back, ends.
@@ -19,21 +38,26 @@ class Sequences:
             self.shape: torch.Size = shape[:-1]
         else:
             self.shape = torch.Size((cu_seqlens.shape[0] - 1,))
+            _check.boundaries(cu_seqlens, self.length)  # a graph's are looked at when it runs
+            # on a GPU they may be unchecked; no address may follow from what they are
+            offsets = cu_seqlens.long().clamp(0, self.length)
+            self._offsets = offsets.cummax(0).values if len(offsets) else offsets
             positions = torch.arange(self.length, device=cu_seqlens.device)
-            # a token's segment; clamped, since on a GPU the values are not checked
-            segment = torch.searchsorted(cu_seqlens[1:].long(), positions, right=True)
+            # a token's segment
+            segment = torch.searchsorted(self._offsets[1:], positions, right=True)
             self._segment = segment.clamp(max=max(self.shape[0] - 1, 0))
 
     def end(self) -> Tensor | int:
         """Return, for each token, the position behind its sequence."""
-        return self.length if self._cu_seqlens is None else self._cu_seqlens[1:][self._segment]
+        return self.length if self._cu_seqlens is None else self._offsets[1:][self._segment]
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over each sequence."""
         if self._cu_seqlens is None:
             return x.sum(-1) if x.dim() else x
-        offsets = self._cu_seqlens.long()
-        sums = torch.segment_reduce(x.double(), "sum", offsets=offsets, unsafe=True, initial=0)
+        sums = torch.segment_reduce(
+            x.double(), "sum", offsets=self._offsets, unsafe=True, initial=0
+        )
         return sums.to(x.dtype)
 
     def spread(self, per_sequence: Tensor) -> Tensor:

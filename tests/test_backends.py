@@ -36,7 +36,7 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_folder_without_cuda_kernels(tmp_path: Path) -> None:
     """Not those of a GPU in silence, where they were built too."""
-    done = python("import ppokern", PPOKERN_CUDA_ON_CPU=str(tmp_path))
+    done = python("import ppokern; ppokern.gae", PPOKERN_CUDA_ON_CPU=str(tmp_path))
     assert f"PPOKERN_CUDA_ON_CPU: expected a folder with the module _cuda, got '{tmp_path}'" in (
         done.stderr
     )
@@ -233,6 +233,7 @@ sys.path.insert(0, "tests")
 from jaxtyping import install_import_hook
 with install_import_hook("ppokern", "typed.checker"):
     import ppokern
+    from ppokern import gae  # all ops are loaded with the first
 import torch
 import calls
 torch.manual_seed(0)

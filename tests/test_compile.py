@@ -429,18 +429,6 @@ def test_checkpointing(name: str, use_reentrant: bool) -> None:
     close([x.grad for x in inputs], list(expected))
 
 
-@pytest.mark.parametrize("name", [n for n, call in calls.every().items() if call.flows])
-def test_functional_transforms_are_an_error_that_says_so(name: str) -> None:
-    call = calls.every()[name]
-    first = call.flows[0]
-
-    def loss(x: Tensor) -> Tensor:
-        return calls.outputs(call.fn(**{**call.args, first: x}))[0].sum()
-
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(loss)(call.args[first])
-
-
 @pytest.mark.parametrize("name", [*calls.NAMES, *calls.packing()])
 def test_results_are_reproducible(name: str) -> None:
     call = {**calls.every(), **calls.packing()}[name]

@@ -28,10 +28,10 @@ print(*ppokern.available_backends())
 """
 
 
-def call(*command: object, check: bool = True, **environment: str) -> str:
+def call(*command: object, check: bool = True, cwd: Path = Path("/"), **environment: str) -> str:
     done = subprocess.run(
         [str(word) for word in command],
-        cwd="/",
+        cwd=cwd,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -71,7 +71,7 @@ def smoke(environment: Path, folder: Path) -> list[str]:
     """Install the wheel in `folder` and try it; return the backends that it has."""
     (wheel,) = folder.glob("*.whl")
     call(environment / "pip", "install", "--no-deps", wheel)
-    return call(environment / "python", "-c", SMOKE).split()
+    return call(environment / "python", "-W", "error", "-c", SMOKE).split()
 
 
 def test_sdist_has_what_the_wheel_is_made_from(dist: Path) -> None:
@@ -80,6 +80,7 @@ def test_sdist_has_what_the_wheel_is_made_from(dist: Path) -> None:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
     sources = {str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.*")}
     assert sources | {"LICENSE", "README.md", "setup.py", "trainer/presets/demo.yaml"} <= names
+    assert "ppokern/py.typed" in names
 
 
 def test_wheel_has_the_package_and_nothing_else(dist: Path) -> None:
@@ -92,11 +93,32 @@ def test_wheel_has_the_package_and_nothing_else(dist: Path) -> None:
         if "__pycache__" not in name:
             assert name.replace("trainer/", "ppokern/trainer/", 1) in names
     assert any(name.endswith(".so") for name in names)
+    assert {"ppokern/py.typed", "ppokern/_native.pyi"} <= set(names)
 
 
-def test_wheel_works(dist: Path, environment: Path) -> None:
+IMPORTED = """
+import ppokern
+print(*ppokern.available_backends(), ppokern.__file__)
+"""
+
+
+def test_wheel_works_and_a_clone_that_hides_it_is_told_of(dist: Path, environment: Path) -> None:
     assert smoke(environment, dist) == ["torch", "cpu"]
     assert "sft" in call(environment / "ppokern", "--help")
+    said = call(environment / "ppokern", "sft", check=False)
+    assert said.startswith("error: run_dir is missing") and said.count("\n") == 1
+    says = call(environment / "ppokern", "info")
+    assert "installed: " in says and "here, instruction set" in says
+    # Python takes the folder it starts in first, and nothing was built there
+    clone = dist / "checkout"
+    said = call(environment / "python", "-c", IMPORTED, cwd=clone)
+    assert f"torch {clone}/ppokern/__init__.py" in said
+    assert said.count("RuntimeWarning: ops run in plain torch, the C++ kernels are not built") == 1
+    assert f"in {clone}: `pip install -e .` there builds them" in said
+    meant = call(environment / "python", "-c", IMPORTED, cwd=clone, PPOKERN_BACKEND="torch")
+    assert meant == f"torch {clone}/ppokern/__init__.py\n"
+    says = call(environment / "python", "-m", "ppokern", cwd=clone, PPOKERN_BACKEND="torch")
+    assert f"clone: {clone}/ppokern" in says and "pip install -e ." in says
 
 
 def test_pure_python(dist: Path, environment: Path, tmp_path: Path) -> None:
@@ -107,8 +129,14 @@ def test_pure_python(dist: Path, environment: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
 def test_without_a_compiler(dist: Path, tmp_path: Path, compiler: str) -> None:
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"  # which takes a minute
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexit 1\n")
+    nvcc.chmod(0o755)
     broken = {"CC": compiler, "CXX": compiler}
-    output = wheel(dist, tmp_path, broken)
+    with_nvcc = {"PPOKERN_CUDA": "auto", "CUDA_HOME": str(tmp_path / "cuda")}
+    output = wheel(dist, tmp_path, broken | with_nvcc)
+    assert not (tmp_path / "asked").exists()
     assert "ppokern: the C++ kernels could not be compiled; installing without them." in output
     (made,) = tmp_path.glob("*.whl")
     assert not any(name.endswith(".so") for name in zipfile.ZipFile(made).namelist())

@@ -23,7 +23,10 @@ from .config import UserError, require
 from .data import packed
 
 NAME = "ppokern_packed"
-NO_MATTER = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
+NO_MATTER = {
+    "position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits",
+    "is_causal",
+}  # fmt: skip
 
 
 class Packed:
@@ -157,12 +160,16 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Packed | KeyValueCache,
+    layout: Packed | KeyValueCache | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: the attention of one block, in the pass's own layout."""
+    if layout is None:
+        raise UserError(
+            f"{type(module).__name__} is told nothing of the pass it is in, so it cannot be packed"
+        )
     asked = {name for name, value in options.items() if value is not None} - NO_MATTER
     asked |= {"dropout"} if dropout else set()
     asked |= {"a mask of its own"} if attention_mask is not None else set()
@@ -190,19 +197,29 @@ def use_packed(model: PreTrainedModel) -> None:
     names = ("attn_logit_softcapping", "alibi", "attention_chunk_size")
     for name in [*sorted(kinds), *(name for name in names if getattr(config, name, None))]:
         raise UserError(f"{kind}: packing does not know {name}")
+    require(
+        not getattr(config, "output_router_logits", False),
+        f"{kind}: output_router_logits asks for a loss of the router, which no stage adds: "
+        "config.json is to say false",
+    )
     rows = [list(range(7)), [3, 1, 4, 1, 5]]
     trunk = model.base_model
-    alone = [
-        trunk(input_ids=torch.tensor([row], device=model.device), use_cache=False)[0]
-        for row in rows
-    ]
-    model.set_attn_implementation(NAME)
-    require(
-        config._attn_implementation == NAME,
-        f"{kind}: transformers lets no other attention into this model, so it cannot be packed",
-    )
-    ids, cu_seqlens = packed(rows, model.device)
-    together = trunk(**Packed(cu_seqlens).inputs(ids), use_cache=False)[0]
+    try:
+        alone = [
+            trunk(input_ids=torch.tensor([row], device=model.device), use_cache=False)[0]
+            for row in rows
+        ]
+        model.set_attn_implementation(NAME)
+        require(
+            config._attn_implementation == NAME,
+            f"{kind}: transformers lets no other attention into this model, so it cannot be packed",
+        )
+        ids, cu_seqlens = packed(rows, model.device)
+        together = trunk(**Packed(cu_seqlens).inputs(ids), use_cache=False)[0]
+    except UserError:
+        raise
+    except Exception as error:  # whatever a family makes of a pass that it was not written for
+        raise UserError(f"{kind} cannot be packed: {type(error).__name__}: {error}") from error
     apart = (together - torch.cat(alone, 1)).abs().max().item()
     require(
         apart <= 1e-3 * together.abs().max().item(),

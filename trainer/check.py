@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ppokern import kl_estimate
+from ppokern._names import KLKind
 
 from . import distributed
 from .config import CheckFailed, PPOConfig
@@ -108,7 +109,7 @@ def check_start(logprobs: Tensor, rollouts: Rollouts, experience: Experience) ->
 
 
 def check_sums(
-    rollouts: Rollouts, experience: Experience, kl_coef: float, kl_kind: str = "k1"
+    rollouts: Rollouts, experience: Experience, kl_coef: float, kl_kind: KLKind = "k1"
 ) -> None:
     """Every response token is a transition; a response's rewards add up to its score less KL."""
     starts = rollouts.lengths.new_tensor([len(prompt.ids) for prompt in rollouts.prompts])

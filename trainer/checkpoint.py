@@ -23,8 +23,10 @@ import json
 import os
 import random
 import shutil
+from argparse import ArgumentError
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,14 +34,23 @@ import numpy
 import safetensors.torch
 import torch
 import yaml
-from safetensors import SafetensorError
-from torch import nn
+from jsonargparse import ArgumentParser
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import distributed
-from .config import PPOConfig, RewardConfig, Scratch, SFTConfig, UserError, require
-from .metrics import RunLog, console
+from . import distributed, running
+from .config import (
+    CheckFailed,
+    PPOConfig,
+    RewardConfig,
+    SFTConfig,
+    Stopped,
+    UserError,
+    require,
+)
+from .metrics import RunLog, as_json, console, finite, writing
+from .optimise import steps_taken
 from .sources import HUB, hub_sha256
 
 Config = SFTConfig | RewardConfig | PPOConfig
@@ -50,10 +61,11 @@ FREE = (
     "keep_last_checkpoints save_every_steps save_every_updates".split()
 )
 
-# What a stage writes besides config.yaml.
+# What a stage writes to its folder; the file `lock` stands there only while it runs.
 OUTPUTS = (
-    "checkpoints metrics.jsonl model policy best critic samples.json summary.json events.*".split()
-)
+    "config.yaml checkpoints metrics.jsonl model policy best critic samples.json summary.json "
+    "events.* *.partial"
+).split()
 
 
 class Stateful(Protocol):
@@ -125,20 +137,34 @@ class Checkpoints:
             The step after which the run goes on; 0 for a new one.
         """
         newest = distributed.from_first(lambda: self._start(overwrite, resume))
+        running.underway()
         if newest is None:
             return 0
         state = self._load(newest)
         distributed.from_first(lambda: self._cut(newest, state))
         step, config = state["step"], self.config
-        last = config.updates if isinstance(config, PPOConfig) else config.steps
-        told = f"goes on after step {step}" if step < last else "is finished: it writes its results"
+        over = config.finished_after(step)
+        told = "is finished: it writes its results" if over else f"goes on after step {step}"
         console.print(f"{self.run_dir} {told}")
-        return state["step"]
+        self._check_learned(step)
+        return step
+
+    def _check_learned(self, step: int) -> None:
+        """After its last step a run must have learned something."""
+        if self.config.finished_after(step):
+            for name, part in self.parts.items():
+                if isinstance(part, Optimizer) and not steps_taken(part):
+                    raise CheckFailed(
+                        f"{self.run_dir} has learned nothing: its {name} took no step, each had "
+                        "nothing to learn from or a gradient that is not finite (skipped_steps, "
+                        "grad_norm in metrics.jsonl); the likely cause: scores that are far too "
+                        "large, responses that are all cut and dropped, too high a learning rate"
+                    )
 
     def _start(self, overwrite: bool, resume: bool) -> Path | None:
         """The checkpoint to go on from; without one the run folder is as that of a new run."""
         if not resume:
-            new_run(self.config, overwrite)
+            new_run(self.config, overwrite, self._paths)
             return None
         newest = newest_whole(self.folder)
         for left in self.folder.glob("*.partial"):
@@ -158,41 +184,45 @@ class Checkpoints:
             shutil.rmtree(damaged)  # else it would count as one that is kept
 
     def after(self, step: int, log: RunLog) -> None:
-        """Writes a checkpoint where one is due, then removes those that are too many."""
-        if not self.config.saves_after(step):
-            return
+        """Ends a step: writes a checkpoint where one is due, and stops where a signal asks for it.
+
+        Of the checkpoints before, those that are too many are removed.
+        """
+        signum = running.heard()
+        if self.config.saves_after(step) or signum:
+            self._save(step, log)
+        if signum:
+            distributed.gathered(None)  # none ends while the first is still writing
+            resume = running.to_resume(self.run_dir)
+            raise Stopped(signum, f"{self.run_dir} stopped after step {step}: `{resume}` goes on")
+        self._check_learned(step)
+
+    def _save(self, step: int, log: RunLog) -> None:
         if not distributed.first():
             for part in self.parts.values():
                 _state(part)  # the first process waits for this one's share of it
             return
-        state = {
-            "step": step,
-            "metrics_bytes": log.sync(),
-            "config": dataclasses.asdict(self.config),
-            "inputs": self._inputs,
-        }
         folder = self.folder / f"{step:08d}"
-        try:
-            with staged(folder) as aside:
-                for name, part in self.parts.items():
-                    _write(_file(aside, name, part), part)
-                write_json(aside / "state.json", state)
-                manifest = {
-                    path.name: [path.stat().st_size, sha256(path)] for path in _files(aside)
-                }
-                write_json(aside / "manifest.json", manifest)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise UserError(  # torch does not say why
-                f"{folder} could not be written: is the disk full? ({error}) Once there is room, "
-                f"`resume {self.run_dir}` goes on from the checkpoint before"
-            ) from error
+        with writing(folder):
+            state = {
+                "step": step,
+                "metrics_bytes": log.sync(),
+                "config": dataclasses.asdict(self.config),
+                "inputs": self._inputs,
+            }
+        with staged(folder) as aside:
+            for name, part in self.parts.items():
+                _write(_file(aside, name, part), part)
+            _write_text(aside / "state.json", as_json(state, indent=2) + "\n")
+            manifest = {path.name: [path.stat().st_size, sha256(path)] for path in _files(aside)}
+            _write_text(aside / "manifest.json", as_json(manifest, indent=2) + "\n")
         for old in finished(self.folder)[: -self.config.keep_last_checkpoints]:
             shutil.rmtree(old.rename(old.with_name(old.name + ".partial")))
 
     def _load(self, folder: Path) -> dict[str, Any]:
         """Brings all parts to where they were; anything that is missing or other is an error."""
         state = read_json(folder / "state.json")
-        now, then = json.loads(json.dumps(dataclasses.asdict(self.config))), state["config"]
+        now, then = finite(dataclasses.asdict(self.config)), state["config"]
         names = sorted((now.keys() | then.keys()).difference(FREE))
         changed = ", ".join(name for name in names if now.get(name) != then.get(name))
         require(not changed, f"{changed} in config.yaml: changed since {folder} was written")
@@ -300,38 +330,91 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file())
 
 
-def new_run(config: Config, overwrite: bool) -> None:
-    """Makes a stage's run folder; a run that it holds is replaced only if asked for."""
+def new_run(config: Config, overwrite: bool, inputs: Mapping[str, Path | str]) -> None:
+    """Makes a stage's run folder; a run that it holds is replaced only if asked for.
+
+    Nothing is removed but what a run has written, and nothing that this one reads.
+    """
     run_dir = Path(config.run_dir)
-    free = overwrite or not (run_dir / "metrics.jsonl").exists()
+    spare(run_dir, inputs)
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+    found = [path for path in sorted(run_dir.iterdir()) if is_output(path.name)]
+    if found:
+        try:
+            read_config(config.run_dir)
+        except UserError as error:
+            names = ", ".join(path.name for path in found)
+            raise UserError(
+                f"{run_dir} has {names}, of a name that a run would write over, and is no run's "
+                f"folder ({error}): name another run_dir"
+            ) from None
+    free = overwrite or not found
     require(free, f"{run_dir} holds a run already: name another run_dir, or say --overwrite")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / "config.yaml"
-    path.unlink(missing_ok=True)  # first of all: without it nothing of the old run is gone on with
-    for old in (path for pattern in OUTPUTS for path in run_dir.glob(pattern)):
-        shutil.rmtree(old) if old.is_dir() else old.unlink()
-    _write_text(path, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    path = run_dir / "config.yaml"  # stays until it is replaced: what it stands for may be removed
+    with writing(run_dir):
+        for old in found:
+            if old != path:
+                remove(old)
+        _write_text(path, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+
+
+def is_output(name: str) -> bool:
+    """Whether a stage writes something of this name to its folder."""
+    return any(fnmatch(name, pattern) for pattern in OUTPUTS)
+
+
+def spare(run_dir: Path, inputs: Mapping[str, Path | str]) -> None:
+    """Raises a `UserError` where what a run reads is part of what it removes or writes over.
+
+    Both by the paths as given and by those that links lead to.
+    """
+    for name, source in inputs.items():
+        if str(source).startswith(HUB):
+            continue
+        for of in (os.path.abspath, os.path.realpath):
+            for place in (os.path.abspath(run_dir), os.path.realpath(run_dir)):
+                inner = os.path.relpath(of(source), place).split(os.sep)[0]
+                theirs = is_output(inner) or inner in ("lock", ".")
+                require(
+                    not theirs,
+                    f"the {name} ({source}) is part of the run that {run_dir} holds, which would "
+                    "be removed or written over: name another run_dir",
+                )
 
 
 def read_config(run_dir: str) -> Config:
     """The configuration of a run, of the stage that has its options."""
-    path = Path(run_dir) / "config.yaml"
-    require(path.is_file(), f"{run_dir} is not the folder of a run: it has no config.yaml")
-    options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    path = Path(run_dir, "config.yaml")
+    require(os.path.isfile(path), f"{run_dir} is not the folder of a run: it has no config.yaml")
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
     for stage in (SFTConfig, RewardConfig, PPOConfig):
         if isinstance(options, dict) and set(options) <= {
             x.name for x in dataclasses.fields(stage)
         }:
-            if "scratch" in options:
-                options["scratch"] = Scratch(**options["scratch"])
-            return stage(**options)
+            return _typed(stage, options, path)
     raise UserError(f"{path} does not have the options of any stage")
+
+
+def _typed(stage: type[Config], options: dict[str, Any], path: Path) -> Config:
+    """Options as the command line would take them, each of its type."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(stage)
+    try:
+        given = parser.instantiate(parser.parse_object(options))
+    except ArgumentError as error:
+        raise UserError(f"{path}: {error}") from None
+    return stage(**{x.name: given[x.name] for x in dataclasses.fields(stage)})
 
 
 def result_of(run_dir: str, name: str) -> Path:
     """The folder of the model that a run has written at its end; an error before."""
     folder = Path(run_dir) / name
-    require(folder.is_dir(), f"{run_dir} is not finished: go on with `resume {run_dir}`")
+    resume = running.to_resume(run_dir)
+    require(folder.is_dir(), f"{run_dir} is not finished: go on with `{resume}`")
     return folder
 
 
@@ -339,24 +422,38 @@ def result_of(run_dir: str, name: str) -> Path:
 def staged(folder: Path) -> Iterator[Path]:
     """A folder to write to, which takes its name once all of it is on the disk."""
     aside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        for path in (*aside.rglob("*"), aside):
-            _sync(path)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
-        raise
-    if folder.exists():
-        shutil.rmtree(folder)
-    aside.rename(folder)
-    _sync(folder.parent)
+    with writing(folder):
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        try:
+            yield aside
+            for path in (*aside.rglob("*"), aside):
+                _sync(path)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk needs the room
+            raise
+        if os.path.lexists(folder):
+            remove(folder)
+        aside.rename(folder)
+        _sync(folder.parent)
 
 
-def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes a plain transformers folder. All processes must call it, the first writes."""
-    state = distributed.model_state(model)
+def remove(path: Path) -> None:
+    """Removes a file or folder; of a link the link alone, never what it leads to."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def save_model(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    state: dict[str, Tensor] | None = None,
+) -> None:
+    """Writes a plain transformers folder. All processes must call it, the first writes.
+
+    `state` are weights of the model that it no longer has, as `distributed.model_state` gave them.
+    """
+    state = distributed.model_state(model) if state is None else state
     if not distributed.first():
         return
     with staged(folder) as aside:
@@ -368,14 +465,19 @@ def write_json(path: Path, content: Any) -> None:
     """Writes JSON, aside and then renamed; of many processes the first does."""
     if not distributed.first():
         return
-    _write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    with writing(path):
+        _write_text(path, as_json(content, indent=2) + "\n")
 
 
 def _write_text(path: Path, text: str) -> None:
     aside = path.with_name(path.name + ".partial")
-    aside.write_text(text, encoding="utf-8")
-    _sync(aside)
-    aside.rename(path)
+    try:
+        aside.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair
+        _sync(aside)
+        aside.rename(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def _sync(path: Path) -> None:

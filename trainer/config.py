@@ -8,19 +8,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from math import isfinite
-from typing import Literal
+from math import ceil, inf, isfinite
+from typing import ClassVar, Literal, TypeVar, get_args, get_type_hints
 
-WHOLE = "the log-probs that PPO compares are of the whole softmax, and so must be what is sampled"
-REFUSED = {"top_p": WHOLE, "top_k": WHOLE}  # options that others have, and why there are none here
+from ppokern._install import pip_install
+
+SupervisedStage = TypeVar("SupervisedStage", bound="Supervised")
 
 
 class UserError(Exception):
     """A mistake that the caller can mend, told in one sentence. Exit code 2."""
 
 
+class Unwritten(UserError):
+    """What the disk did not take. A run that was underway can be gone on with."""
+
+
 class CheckFailed(Exception):
-    """Two things that must agree do not, so that a run would learn from noise. Exit code 1."""
+    """A run would learn from noise, as two things that must agree do not; or has learned nothing.
+
+    Exit code 1.
+    """
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has ended what was going on, as it was to. Exit code: 128 and its number."""
+
+    def __init__(self, signum: int, sentence: str) -> None:
+        """Takes what to tell."""
+        super().__init__(sentence)
+        self.code = 128 + signum
 
 
 def require(condition: bool, sentence: str) -> None:
@@ -34,11 +51,27 @@ def _positive(config: object, *names: str) -> None:
         require(getattr(config, name) > 0, f"{name} must be positive, got {getattr(config, name)}")
 
 
+def _no_nulls(config: object) -> None:
+    """A YAML file's null is taken for an option of any type, and says something of few of them."""
+    for name, kind in get_type_hints(type(config)).items():
+        null = getattr(config, name) is None and type(None) not in get_args(kind)
+        require(not null, f"{name} must have a value: it is null")
+
+
 def _not_negative(config: object, *names: str) -> None:
     for name in names:
         require(
             getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)}"
         )
+
+
+def _check_lora(rank: int | None, alpha: float) -> None:
+    require(rank is None or rank > 0, "lora_rank must be positive, or null for none")
+    require(alpha > 0, f"lora_alpha must be positive, got {alpha}")
+    require(
+        rank is not None or alpha == Supervised.lora_alpha,
+        "lora_alpha has no effect without a lora_rank",
+    )
 
 
 @dataclass
@@ -60,6 +93,7 @@ class Scratch:
 
     def check(self) -> None:
         """Raises a `UserError` for a value out of range."""
+        _no_nulls(self)
         _positive(self, "width", "layers", "heads")
         require(self.width % self.heads == 0, "scratch.width must be a multiple of scratch.heads")
         require(
@@ -72,6 +106,12 @@ class Scratch:
 @dataclass
 class Stage:
     """What all stages have in common."""
+
+    # without a default that would do, and what each is
+    REQUIRED: ClassVar[dict[str, str]] = {
+        "run_dir": "the folder that the stage is to write to",
+        "train": "the rows to train on",
+    }
 
     run_dir: str = ""
     """Folder that the stage makes and writes to."""
@@ -102,12 +142,16 @@ class Stage:
 
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
-        require(bool(self.run_dir), "run_dir is missing: the folder that the stage is to write to")
-        require(bool(self.train), "train is missing: the rows to train on")
+        _no_nulls(self)
+        missing = {name: what for name, what in self.REQUIRED.items() if not getattr(self, name)}
+        told = "; ".join(f"{name} is missing: {what}" for name, what in missing.items())
+        require(not missing, told)
         _positive(self, "max_tokens_per_micro_batch", "max_grad_norm", "keep_last_checkpoints")
+        in_range = -(2**63) <= self.seed < 2**63
+        require(in_range, f"seed must be within 64 bits, -2**63 to 2**63 - 1, got {self.seed}")
         require(
             self.tracker is None or find_spec(self.tracker) is not None,
-            f"tracker needs {self.tracker}: pip install 'ppokern[{self.tracker}]'",
+            f"tracker needs {self.tracker}: {pip_install(self.tracker or '')}",
         )
 
 
@@ -116,31 +160,69 @@ class Supervised(Stage):
     """What the supervised stages have in common: AdamW, a warm-up, a cosine to a twentieth."""
 
     heldout: str = ""
-    """Rows to measure on, named as those to train on."""
+    """Rows to measure on, as those of `train`; empty: a tenth of these, drawn by the seed."""
     max_tokens: int = 64
     """Longer sequences are left out and counted."""
     steps: int = 1000
     """Optimiser steps."""
+    epochs: float | None = None
+    """Passes over the rows, each of which is learned from once in each; instead of `steps`."""
     learning_rate: float = 1e-3
     """At the height of the schedule."""
     warmup_steps: int = 20
     """Steps until then."""
     weight_decay: float = 0.01
     """Of AdamW, on matrices only."""
+    lora_rank: int | None = None
+    """The trunk learns in adapters of this rank, merged in the end; null: in all weights."""
+    lora_alpha: float = 32.0
+    """What an adapter adds is weighted by this over its rank."""
+    evaluate_every_steps: int | None = None
+    """Steps between two measurements on `heldout`; the model of the lowest loss is written. Null:
+    the last step alone is measured, and its model written."""
     save_every_steps: int = 200
     """Optimiser steps between two checkpoints; the last step has one too."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """Sequences, or pairs, of one optimiser step."""
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
-        require(bool(self.heldout), "heldout is missing: the rows to measure on")
         require(self.max_tokens >= 2, "max_tokens must be at least 2")
         _positive(self, "steps", "learning_rate", "save_every_steps")
         _not_negative(self, "warmup_steps", "weight_decay")
+        for name in ("epochs", "evaluate_every_steps"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < inf, f"{name} must be positive, or null for none")
+        _check_lora(self.lora_rank, self.lora_alpha)
+
+    def counted(self: SupervisedStage, rows: int) -> SupervisedStage:
+        """With the `steps` that `epochs` of so many rows are."""
+        if self.epochs is None:
+            return self
+        steps = max(round(self.epochs * ceil(rows / self.rows_per_step)), 1)
+        require(
+            self.steps in (Supervised.steps, steps),
+            f"steps is {self.steps:,}, but {self.epochs:g} epochs of {rows:,} rows are {steps:,}: "
+            "give one of the two",
+        )
+        return replace(self, steps=steps)
+
+    def finished_after(self, step: int) -> bool:
+        """Whether this step is the last."""
+        return step >= self.steps
 
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
-        return step % self.save_every_steps == 0 or step == self.steps
+        return step % self.save_every_steps == 0 or self.finished_after(step)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the model of this step is measured."""
+        every = self.evaluate_every_steps
+        return step == self.steps or (every is not None and step % every == 0)
 
 
 @dataclass
@@ -152,6 +234,11 @@ class SFTConfig(Supervised):
     sequences_per_step: int = 32
     """Sequences of one optimiser step, alike in length."""
 
+    @property
+    def rows_per_step(self) -> int:
+        """Sequences of one optimiser step."""
+        return self.sequences_per_step
+
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
@@ -160,6 +247,10 @@ class SFTConfig(Supervised):
             require(self.scratch == Scratch(), "scratch has no effect beside a model to start from")
         else:
             self.scratch.check()
+            require(
+                self.lora_rank is None,
+                "lora_rank needs a model to start from: what a fresh one has is not worth keeping",
+            )
             require(
                 self.max_tokens <= self.scratch.context_tokens,
                 f"max_tokens is {self.max_tokens}, more than scratch.context_tokens, "
@@ -171,22 +262,32 @@ class SFTConfig(Supervised):
 class RewardConfig(Supervised):
     """A reward model from preferences: `{"prompt", "chosen", "rejected"}`."""
 
+    REQUIRED = Supervised.REQUIRED | {
+        "model": "the folder of the model that the reward model starts from"
+    }
+
     pairs_per_step: int = 16
     """Pairs of one optimiser step, alike in length."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """Pairs of one optimiser step."""
+        return self.pairs_per_step
 
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
-        require(
-            bool(self.model),
-            "model is missing: the folder of the model that the reward model starts from",
-        )
         _positive(self, "pairs_per_step")
 
 
 @dataclass
 class PPOConfig(Stage):
     """PPO with four models: policy, critic, frozen reference, frozen reward model or functions."""
+
+    REQUIRED = Stage.REQUIRED | {
+        "model": "the folder of the model that policy and reference start from",
+        "rewards": "a reward model's folder or a function, with its weight",
+    }
 
     train: dict[str, float] | str = ""
     """Rows of prompts, or several sources, each with its share of an update's prompts as weight."""
@@ -303,14 +404,9 @@ class PPOConfig(Stage):
         """Raises a `UserError` for a value that is missing or out of range."""
         super().check()
         require(
-            bool(self.model),
-            "model is missing: the folder of the model that policy and reference start from",
-        )
-        require(
             all(0 < weight < float("inf") for weight in self.prompt_files().values()),
             "train: the weight of each file must be positive",
         )
-        require(bool(self.rewards), "rewards is empty: name a reward model's folder or a function")
         require(
             all(isfinite(weight) for weight in self.rewards.values()),
             "rewards: the weight of each part must be a number, and finite",
@@ -326,7 +422,6 @@ class PPOConfig(Stage):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within [0, 1]")
         optional = (
             "prompt_tokens",
-            "lora_rank",
             "reward_clip",
             "clip_range_high",
             "value_clip_range",
@@ -352,11 +447,7 @@ class PPOConfig(Stage):
             self.critic_warmup_updates < self.updates,
             "critic_warmup_updates must be below updates, else the policy never learns",
         )
-        _positive(self, "lora_alpha")
-        require(
-            self.lora_rank is not None or self.lora_alpha == PPOConfig.lora_alpha,
-            "lora_alpha has no effect without a lora_rank",
-        )
+        _check_lora(self.lora_rank, self.lora_alpha)
         require(
             not self.offload_frozen or self.lora_rank is None,
             "offload_frozen does not go with lora_rank: the reference has the policy's weights",
@@ -372,9 +463,13 @@ class PPOConfig(Stage):
         self._check_evaluation()
         self._check_kl()
 
+    def finished_after(self, step: int) -> bool:
+        """Whether this update is the last."""
+        return step >= self.updates
+
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after this update."""
-        return step % self.save_every_updates == 0 or step == self.updates
+        return step % self.save_every_updates == 0 or self.finished_after(step)
 
     def prompt_files(self) -> dict[str, float]:
         """The weight of each file of prompts."""
@@ -473,6 +568,8 @@ class DemoConfig:
 
     def check(self) -> None:
         """Raises a `UserError` for a value that is missing or out of range, in any stage."""
+        for config in (self, self.sft, self.reward_model, self.ppo):
+            _no_nulls(config)
         require(
             bool(self.reward) or not self.text,
             "--text needs --reward FILE.py:name: own text has no preferences to learn from",

@@ -3,8 +3,8 @@
     {"text"}    {"prompt", "completion"}    {"prompt"}    {"prompt", "chosen", "rejected"}
 
 A value is a string or a list of chat messages, which goes through the tokenizer's chat template. A
-sequence begins with at most one BOS and a finished one ends with one EOS. Other columns travel on
-to the reward function.
+sequence begins with at most one BOS and a finished one ends with one EOS; one inside is part of the
+text. Other columns travel on to the reward function.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import itertools
-import json
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -27,8 +26,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ppokern import position_ids
 
-from .config import require
-from .metrics import console
+from .config import UserError, require
+from .metrics import as_json, console
 from .sources import rows_of
 
 Row = dict[str, Any]
@@ -62,24 +61,29 @@ class Prompt:
 
 def read_examples(path: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Example]:
     """Sequences to learn, from `{"text"}` or `{"prompt", "completion"}`."""
-    rows = read_rows(path, "text", "prompt completion")
-    encode = Encoder(tokenizer, rows, "text", "prompt", "completion")
-    examples = [
-        encode.whole(row["text"])
-        if row.get("text") is not None
-        else encode.pair(row["prompt"], row["completion"])
-        for row in rows
-    ]
-    return _short_enough(path, examples, max_tokens, lambda example: len(example.ids))
+    rows = _placed(path, "text", "prompt completion")
+    encode = Encoder(tokenizer, rows.values(), "text", "prompt", "completion")
+
+    def example(row: Row) -> Example:
+        if row.get("text") is not None:
+            return encode.whole(row["text"])
+        return encode.pair(row["prompt"], row["completion"])
+
+    long = _longer_than(max_tokens)
+    return _kept(path, _encoded(rows, example), long, lambda example: len(example.ids) > max_tokens)
 
 
 def read_pairs(path: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Pair]:
     """Chosen and rejected sequences, from `{"prompt", "chosen", "rejected"}`."""
-    rows = read_rows(path, "prompt chosen rejected")
-    encode = Encoder(tokenizer, rows, "prompt", "chosen", "rejected")
-    sides = [[encode.pair(row["prompt"], row[key]).ids for row in rows] for key in Pair._fields]
-    pairs = [Pair(*pair) for pair in zip(*sides, strict=True)]
-    return _short_enough(path, pairs, max_tokens, lambda pair: max(map(len, pair)))
+    rows = _placed(path, "prompt chosen rejected")
+    encode = Encoder(tokenizer, rows.values(), "prompt", *Pair._fields)
+    pairs = _encoded(
+        rows, lambda row: Pair(*(encode.pair(row["prompt"], row[x]).ids for x in Pair._fields))
+    )
+    alike = "one text for chosen and rejected: there is nothing to prefer"
+    pairs = _kept(path, pairs, alike, lambda pair: pair.chosen == pair.rejected)
+    long = _longer_than(max_tokens)
+    return _kept(path, pairs, long, lambda pair: max(map(len, pair)) > max_tokens)
 
 
 def read_prompts(
@@ -87,65 +91,96 @@ def read_prompts(
 ) -> list[Prompt]:
     """Prompts, from `{"prompt"}` or, given `prompt_tokens`, the beginnings of `{"text"}`."""
     key = "prompt" if prompt_tokens is None else "text"
-    rows = read_rows(path, key)
-    encode = Encoder(tokenizer, rows, key)
-    starts, values = [encode.start(row[key]) for row in rows], [row[key] for row in rows]
-    if prompt_tokens is not None:
-        texts = all(isinstance(value, str) for value in values)
-        require(texts, f"{path}: prompt_tokens takes the beginning of a text, not of messages")
-        starts = [ids[: prompt_tokens + (ids[0] == encode.bos)] for ids in starts]
-        values = tokenizer.batch_decode(starts, skip_special_tokens=True)
-    columns = [{name: row[name] for name in row if name != key} for row in rows]
-    prompts = [Prompt(*parts) for parts in zip(starts, values, columns, strict=True)]
-    return _short_enough(path, prompts, max_tokens, lambda prompt: len(prompt.ids))
+    rows = _placed(path, key)
+    encode = Encoder(tokenizer, rows.values(), key)
+
+    def prompt(row: Row) -> Prompt:
+        value, columns = row[key], {name: row[name] for name in row if name != key}
+        if prompt_tokens is None:
+            return Prompt(encode.start(value), value, columns)
+        texts = isinstance(value, str)
+        require(texts, "prompt_tokens takes the beginning of a text, not of messages")
+        ids = encode.whole(value).ids[:-1]
+        ids = ids[: prompt_tokens + (ids[:1] == [encode.bos])]
+        text: Any = tokenizer.decode(ids, skip_special_tokens=True)
+        return Prompt(ids, text, columns)
+
+    prompts, long = _encoded(rows, prompt), _longer_than(max_tokens)
+    return _kept(path, prompts, long, lambda prompt: len(prompt.ids) > max_tokens)
 
 
-def _short_enough(
-    path: str, items: list[Item], max_tokens: int, length: Callable[[Item], int]
-) -> list[Item]:
-    kept = [item for item in items if length(item) <= max_tokens]
-    require(bool(kept), f"{path}: every row has more than {max_tokens} tokens")
+def _encoded(rows: Mapping[str, Row], encode: Callable[[Row], Item]) -> list[Item]:
+    """What is made of each row; what stands against one is told with its place."""
+    made = []
+    for place, row in rows.items():
+        try:
+            made.append(encode(row))
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from None
+        except Exception as error:  # a chat template is a program, and raises what it likes
+            why = f"{type(error).__name__}: {error}"
+            raise UserError(f"{place}: the tokenizer or its template refuses it, {why}") from None
+    return made
+
+
+def _longer_than(max_tokens: int) -> str:
+    return f"more than {max_tokens} tokens"
+
+
+def _kept(path: str, items: list[Item], why: str, left: Callable[[Item], bool]) -> list[Item]:
+    """All but those that are left out, which are counted."""
+    kept = [item for item in items if not left(item)]
+    require(bool(kept), f"{path}: every row has {why}")
     if len(kept) < len(items):
         left_out = f"{len(items) - len(kept)} of {len(items)} rows left out"
-        console.print(f"{path}: {left_out}, longer than {max_tokens} tokens")
+        console.print(f"{path}: {left_out}: {why}")
     return kept
 
 
 def read_rows(path: str, *keys: str) -> list[Row]:
-    """The rows of a source, each of which must have one of the sets of keys.
+    """The rows of a source, each of which must have one of the sets of keys, and one only.
 
     Args:
         path: a file, or a data set of the hub; see sources.py.
         *keys: sets of keys, each as one string with spaces.
     """
-    rows = []
+    return list(_placed(path, *keys).values())
+
+
+def _placed(path: str, *keys: str) -> dict[str, Row]:
+    """The rows by their places, which errors tell."""
+    rows = {}
+    needed = f"needs {' or '.join(map(repr, keys))}, texts or lists of messages"
     for place, row in rows_of(path):
-        fits = isinstance(row, dict) and any(
-            all(_is_value(row.get(key)) for key in group.split()) for group in keys
-        )
-        needed = f"needs {' or '.join(map(repr, keys))}, texts or lists of messages"
-        require(fits, f"{place}: {needed}; got {_shown(row)}")
-        rows.append(row)
+        require(isinstance(row, dict), f"{place}: {needed}; got {repr(row)[:40]}")
+        given = {key for group in keys for key in group.split() if row.get(key) is not None}
+        for key in sorted(given):
+            _require_value(row[key], f"{place}: {needed}; {key}")
+        whole = [group for group in keys if given.issuperset(group.split())]
+        require(bool(whole), f"{place}: {needed}; got the keys {sorted(row)}")
+        require(len(whole) == 1, f"{place}: it has {' and '.join(map(repr, whole))}: which is it?")
+        rows[place] = row
     require(bool(rows), f"{path} is empty")
     return rows
 
 
-def _is_value(value: object) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(isinstance(said, dict) and "role" in said for said in value)
-    return isinstance(value, str)
-
-
-def _shown(row: object) -> str:
-    return f"the keys {sorted(row)}" if isinstance(row, dict) else repr(row)[:40]
+def _require_value(value: object, what: str) -> None:
+    """Raises a `UserError` unless it is a text or messages, each with a role and a text."""
+    if isinstance(value, str):
+        return
+    require(isinstance(value, list) and bool(value), f"{what} is {repr(value)[:40]}")
+    for said in cast(list[Any], value):
+        require(isinstance(said, dict), f"{what} has {repr(said)[:40]} for a message")
+        for part in ("role", "content"):
+            text = isinstance(said.get(part), str)
+            came = repr(said[part])[:40] if part in said else "none"
+            require(text, f"{what} has a message whose {part} must be a text, got {came}")
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Writes a JSONL file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
-    )
+    path.write_text("".join(as_json(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def installed_file(packages: Sequence[str], name: str, sha256: str, instead: str) -> Path:
@@ -214,50 +249,66 @@ class Encoder:
         self.tokenizer = tokenizer
         self.bos: Any = tokenizer.bos_token_id
         self.eos = end_token(tokenizer)
-        self._begin = [self.bos] if tokenizer("a").input_ids[0] == self.bos else []
+        self._begin = beginning(tokenizer)
         strings = {row[key] for row in rows for key in keys if isinstance(row.get(key), str)}
         texts = sorted(strings) or [""]
-        ids = tokenizer(texts, add_special_tokens=False).input_ids
+        try:
+            ids = tokenizer(texts, add_special_tokens=False).input_ids
+        except Exception:  # of one of them, whatever it was: it is met again, in its place
+            texts = ids = []
         self._ids: dict[str, list[int]] = dict(zip(texts, ids, strict=True))
 
     def start(self, value: Value) -> list[int]:
-        """Ids that a response can follow: begun with at most one BOS, not ended."""
+        """Ids that a response can follow: begun with at most one BOS."""
         if isinstance(value, str):
-            begun = self._ids[value][:1] == [self.bos]
-            ids = ([self.bos] if begun else self._begin) + self._inner(value)
-        else:
-            ids = self._templated(value, answered=False)
-            while ids[:2] == [self.bos, self.bos]:
-                ids = ids[1:]
-        if not ids:
-            require(self.bos is not None, "a prompt is empty, and the tokenizer has no BOS")
-            ids = [self.bos]
-        return ids
+            return self._begun(value, self._without_bos(self._tokens(value)))
+        return self._templated(value, answered=False)
 
     def whole(self, value: Value) -> Example:
         """Ids of a text, ended with one EOS; the loss takes part in all but the first token."""
-        ids = self.start(value) if isinstance(value, str) else self._templated(value)
-        return Example([*self._unended(ids), self.eos], 1)
+        if isinstance(value, str):
+            ids = self._begun(value, self._unended(self._without_bos(self._tokens(value))))
+        else:
+            ids = self._answered(self._templated(value))
+        return Example([*ids, self.eos], 1)
 
     def pair(self, prompt: Value, completion: Value) -> Example:
         """Ids of a prompt and its completion, ended with one EOS; the loss is on the completion."""
         start = self.start(prompt)
         if isinstance(prompt, str) and isinstance(completion, str):
-            rest = self._inner(completion)
+            rest = self._tokens(completion)
+            if self._begin or self.bos != self.eos:  # else it is an end inside, as in a dialogue
+                rest = self._without_bos(rest)
+            rest = self._unended(rest)
         else:
             whole = self._templated([*said("user", prompt), *said("assistant", completion)])
             require(
                 whole[: len(start)] == start,
                 "the chat template does not put the answer behind the prompt's own tokens",
             )
-            rest = self._unended(whole[len(start) :])
+            rest = self._answered(whole[len(start) :])
         return Example([*start, *rest, self.eos], len(start))
 
-    def _inner(self, text: str) -> list[int]:
-        """Ids of a string without a BOS before or an EOS behind it, should it bring its own."""
-        ids = self._ids[text]
-        while ids and ids[0] == self.bos:
-            ids = ids[1:]
+    def _tokens(self, text: str) -> list[int]:
+        """Ids of a string as it stands."""
+        if text not in self._ids:
+            self._ids[text] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return self._ids[text]
+
+    def _begun(self, text: str, ids: list[int]) -> list[int]:
+        """Puts the BOS before ids of a text that it brings itself or the tokenizer puts there."""
+        own = self._tokens(text)[:1] == [self.bos]
+        ids = ([self.bos] if own else self._begin) + ids
+        if not ids:
+            require(self.bos is not None, "a text or prompt is empty, and the tokenizer has no BOS")
+            return [self.bos]
+        return ids
+
+    def _without_bos(self, ids: list[int]) -> list[int]:
+        return list(itertools.dropwhile(lambda token: token == self.bos, ids))
+
+    def _unended(self, ids: list[int]) -> list[int]:
+        """What stands before an EOS at the very end; one inside is part of the text."""
         while ids and ids[-1] == self.eos:
             ids = ids[:-1]
         return ids
@@ -270,13 +321,26 @@ class Encoder:
         ids: Any = self.tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=False, add_generation_prompt=not answered
         )
-        return ids
+        require(bool(ids), "the chat template makes nothing of the messages")
+        return [self.bos, *self._without_bos(ids)] if ids[0] == self.bos else ids
 
-    def _unended(self, ids: list[int]) -> list[int]:
-        """What stands before the last EOS: a template may put a line break behind it."""
-        if self.eos not in ids:
-            return ids
-        return ids[: len(ids) - 1 - ids[::-1].index(self.eos)]
+    def _answered(self, ids: list[int]) -> list[int]:
+        """What a template puts before the end; it may put a line break behind it."""
+        behind = list(itertools.takewhile(lambda token: token != self.eos, reversed(ids)))
+        text: Any = self.tokenizer.decode(behind[::-1])
+        ended = len(behind) < len(ids) and not text.strip()
+        return self._unended(ids[: len(ids) - len(behind)]) if ended else ids
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The BOS that a tokenizer puts before a text; nothing where it puts none."""
+    bos: Any = tokenizer.bos_token_id
+    return [bos] if tokenizer("a").input_ids[:1] == [bos] else []
+
+
+def known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the highest id that a tokenizer knows; an embedding may have more rows."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def said(role: str, value: Value) -> list[dict[str, str]]:
@@ -327,16 +391,37 @@ def length_batches(lengths: Sequence[int], size: int, seed: int) -> Order[list[i
     """Endless batches of indices in random order, each of rows alike in length.
 
     A stretch of 32 batches is drawn, sorted by length, cut into batches, and these are shuffled.
+    Fewer where there are fewer rows: else a batch would be of one row over and over.
     """
     rows = shuffled(len(lengths), seed)
+    count = min(32, max(len(lengths) // size, 1))
 
     def draw(stretch: int) -> list[list[int]]:
-        drawn = sorted(itertools.islice(rows, 32 * size), key=lambda row: lengths[row])
-        batches = [drawn[i : i + size] for i in range(0, len(drawn), size)]
+        batches = _alike(list(itertools.islice(rows, count * size)), lengths, size)
         random.Random(f"{seed}/{stretch}").shuffle(batches)
         return batches
 
     return Order(draw, [rows])
+
+
+def epoch_batches(lengths: Sequence[int], size: int, seed: int) -> Order[list[int]]:
+    """As `length_batches`, but each epoch has each row once; some of its batches are smaller."""
+
+    def draw(epoch: int) -> list[list[int]]:
+        chance = random.Random(f"{seed}/{epoch}")
+        rows = chance.sample(range(len(lengths)), len(lengths))
+        stretches = (rows[i : i + 32 * size] for i in range(0, len(rows), 32 * size))
+        batches = [batch for stretch in stretches for batch in _alike(stretch, lengths, size)]
+        chance.shuffle(batches)
+        return batches
+
+    return Order(draw)
+
+
+def _alike(rows: list[int], lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Rows cut into batches of `size`, each of rows alike in length."""
+    rows = sorted(rows, key=lambda row: lengths[row])
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def mixed(counts: Sequence[int], weights: Sequence[float], seed: int) -> Order[int]:

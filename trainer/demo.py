@@ -23,19 +23,20 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from . import ppo, report, reward, sft
-from .checkpoint import write_json
-from .config import DemoConfig, PPOConfig, require
+from .checkpoint import is_output, write_json
+from .config import DemoConfig, PPOConfig, UserError, require
 from .data import installed_file, read_prompts, read_rows, write_rows
 from .lora import load_trained
 from .metrics import console, distinct, repeated
 from .models import load_policy, load_tokenizer, pick_device, set_precision
+from .running import locked
 from .sample import Sample, respond, show, side_by_side
 from .scoring import load_function, load_rewards, models_of
 from .sources import HUB
@@ -43,6 +44,8 @@ from .sources import HUB
 REVIEWS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d"
 HELDOUT_REVIEWS = 1500
 COMMON_WORDS = 2500
+DATA = {"train.jsonl", "heldout.jsonl", "pairs.jsonl", "heldout_pairs.jsonl"}
+WRITTEN = {"data", "sft", "reward", "report.html", "report.png"}  # besides what PPO writes
 WORD = re.compile(r"[a-z']+")
 
 
@@ -61,16 +64,23 @@ def run(config: DemoConfig) -> dict[str, Any]:
     if config.reward:
         load_function(config.reward)  # a mistake in it is to show before anything is trained
     run_dir = Path(config.run_dir)
-    if config.text:
-        texts = own_texts(config.text)
-        require(len(texts) > 1, f"{config.text}: one text is too few, some are held out")
-        make_room(run_dir)
-        write_texts(run_dir / "data", texts)
-    else:
-        sentences = film_sentences()
-        make_room(run_dir)
-        write_sentences(run_dir / "data", sentences)
+    texts = own_texts(config.text) if config.text else None
+    require(texts is None or len(texts) > 1, f"{config.text}: one text is too few")
+    sentences = film_sentences() if texts is None else []
+    with locked(run_dir):
+        pass  # an earlier demo has ended, so it can be moved
+    own = {"text": config.text, "reward": config.reward.rpartition(":")[0]}
+    make_room(run_dir, {name: path for name, path in own.items() if path})
+    with locked(run_dir):
+        if texts is None:
+            write_sentences(run_dir / "data", sentences)
+        else:
+            write_texts(run_dir / "data", texts)
+        return _run(config, began)
 
+
+def _run(config: DemoConfig, began: float) -> dict[str, Any]:
+    run_dir = Path(config.run_dir)
     sft_config, reward_config, ppo_config = config.stages()
     losses = sft.run(sft_config)
     accuracy = None if config.reward else reward.run(reward_config)["accuracy"]
@@ -144,19 +154,11 @@ def say(summary: dict[str, Any], samples: int) -> None:
     table = Table(title=f"{samples} held-out prompts, temperature 1", title_justify="left")
     for heading in ("", "before PPO", "after"):
         table.add_column(heading, justify="left" if not heading else "right")
-    names = {
-        "judge": "independent judge (VADER), mean in [-1, 1]",
-        "reward": "score",
-        "perplexity": "perplexity under the model before PPO",
-        "distinct_2": "different pairs of tokens",
-        "repetition": "pairs of tokens seen before in the same text",
-        "tokens": "tokens",
-    }
-    for name, title in names.items():
+    words = report.WORDS | {"judge": "independent judge (VADER), mean in [-1, 1]"}
+    for name in ("judge", "reward", "perplexity", "distinct_2", "repetition", "tokens"):
         if summary[f"{name}_before"] is not None:
-            table.add_row(
-                title, f"{summary[f'{name}_before']:.2f}", f"{summary[f'{name}_after']:.2f}"
-            )
+            sides = (f"{summary[f'{name}_{side}']:.2f}" for side in ("before", "after"))
+            table.add_row(words[name], *sides)
     console.print(table)
     accuracy = summary["reward_model_accuracy"]
     console.print(f"SFT loss {summary['sft_loss']:.2f} nats a token on held-out text")
@@ -167,20 +169,32 @@ def say(summary: dict[str, Any], samples: int) -> None:
     console.print(f"{summary['seconds']:.0f} s, and {summary['setup_seconds']:.0f} s to set up")
 
 
-def make_room(run_dir: Path) -> None:
-    """Takes an earlier demo out of the way: a whole one becomes `FOLDER.previous`."""
-    if not run_dir.exists():
-        return
-    require(
-        (run_dir / "data/train.jsonl").exists(),
-        f"{run_dir} holds something that is not a demo: name another --run_dir",
-    )
-    if (run_dir / "report.html").exists():  # the last that a demo writes
-        previous = run_dir.with_name(run_dir.name + ".previous")
-        shutil.rmtree(previous, ignore_errors=True)
+def make_room(run_dir: Path, inputs: Mapping[str, str]) -> None:
+    """Takes an earlier demo out of the way: a whole one becomes `FOLDER.previous`.
+
+    What a demo has not written is never removed, nor what this one reads.
+    """
+    previous = run_dir.with_name(run_dir.name + ".previous")
+    whole = (run_dir / "report.html").exists()  # the last that a demo writes
+    removed = previous if whole else run_dir
+    for folder in filter(os.path.lexists, (run_dir, removed)):
+        theirs = os.path.isfile(folder / "data/train.jsonl") and not (
+            folder == removed and _others(folder)
+        )
+        require(theirs, f"{folder} holds something that is not a demo: name another --run_dir")
+        for name, path in inputs.items():
+            inside = Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+            require(not inside, f"the {name} ({path}) is in {folder}, which has to make room")
+    shutil.rmtree(removed, ignore_errors=True)
+    if whole:
         run_dir.rename(previous)
-    else:
-        shutil.rmtree(run_dir)
+
+
+def _others(folder: Path) -> list[str]:
+    """What a demo does not write."""
+    names = [x.name for x in folder.iterdir() if not is_output(x.name)]
+    data = [x.name for x in (folder / "data").iterdir()]
+    return [x for x in names if x not in WRITTEN] + [x for x in data if x not in DATA]
 
 
 def own_texts(path: str) -> list[dict[str, Any]]:
@@ -188,11 +202,11 @@ def own_texts(path: str) -> list[dict[str, Any]]:
     if path.endswith((".jsonl", ".parquet")) or path.startswith(HUB):
         return read_rows(path, "text")
     require(Path(path).is_file(), f"{path} is not a file")
-    rows = [
-        {"text": line.strip()}
-        for line in Path(path).read_text(encoding="utf-8").split("\n")
-        if line.strip()
-    ]
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 ({error.reason})") from None
+    rows = [{"text": line.strip()} for line in lines if line.strip()]
     require(bool(rows), f"{path} is empty")
     return rows
 

@@ -7,6 +7,7 @@ asked beside them. The prompts and the chance are the same each time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -70,10 +71,11 @@ class Evaluation:
         if config.best_metric is None:
             return
         value = metrics.mean(config.best_metric)
-        if self.best is None or value > self.best:
+        if math.isfinite(value) and (self.best is None or value > self.best):
             self.best = value
             save_policy(Path(config.run_dir, "best"), policy.lm, self.tokenizer)
-        metrics.add("eval/best", self.best)
+        if self.best is not None:
+            metrics.add("eval/best", self.best)
 
     def measure(
         self, policy: Policy, reference: Policy, rewards: Sequence[RewardPart], metrics: Metrics

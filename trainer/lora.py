@@ -1,8 +1,9 @@
-"""LoRA: the policy learns in small adapters beside weights that stay as they are.
+"""LoRA: a model learns in small adapters beside weights that stay as they are.
 
-The reference is the policy without its adapter: the same weights, held once. An adapter begins with
-zeros, so the two agree before the first step. Only adapters are trained, kept and written; `export`
-merges them into a whole model.
+PPO's reference is the policy without its adapter: the same weights, held once. An adapter begins
+with zeros, so the two agree before the first step. Only adapters (and a reward model's head) are
+trained and kept. PPO writes them as they are, and `export` merges them into a whole model; SFT and
+reward model, whose models others start from, merge at their end.
 
 Source: Hu et al. 2021.
 """
@@ -15,14 +16,16 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
+
+from ppokern._install import pip_install
 
 from . import distributed
 from .checkpoint import fingerprint, read_json, save_model, staged, write_json
 from .config import UserError, require
-from .models import Policy, load_policy
+from .models import Policy, load_policy, require_whole, settings_of
 
 
 def add_adapter(policy: Policy, folder: str, rank: int, alpha: float, seed: int) -> Policy:
@@ -38,24 +41,52 @@ def add_adapter(policy: Policy, folder: str, rank: int, alpha: float, seed: int)
     Returns:
         The reference: the policy's own weights, without the adapter.
     """
-    peft = _peft()
     reference = copy.deepcopy(policy, {id(p): p for p in policy.parameters()})
+    adapt(policy.lm, folder, rank, alpha, seed)
+    return reference.requires_grad_(False)
+
+
+def adapt(model: PreTrainedModel, folder: str, rank: int, alpha: float, seed: int) -> Any:
+    """Puts an adapter on each linear layer of a trunk, and freezes all else but a scalar head.
+
+    The arguments are those of `add_adapter`.
+
+    Returns:
+        peft's hold on the model.
+    """
+    peft = _peft()
+    head = getattr(model, "score", None)
     options = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
         target_modules="all-linear",  # in peft's words: without the head
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in policy.modules()),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         base_model_name_or_path=folder,
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        peft.LoraModel(policy.lm, options, "default")
-    return reference.requires_grad_(False)
+        tuner = peft.LoraModel(model, options, "default")
+    if head is not None:
+        head.requires_grad_(True)
+    return tuner
+
+
+def merged(model: PreTrainedModel, state: dict[str, Tensor], *adapter: Any) -> PreTrainedModel:
+    """A whole model of what was learned.
+
+    Args:
+        model: as it was when learning began.
+        state: what `adapter_of` and `distributed.model_state` gave of the one that has learned.
+        *adapter: the further arguments of `adapt`, as they were.
+    """
+    tuner = adapt(model, *adapter)
+    adapter_of(model).load_state_dict(state)
+    return tuner.merge_and_unload()
 
 
 def adapter_of(lm: nn.Module) -> nn.Module:
-    """The parameters that a policy learns in, and no others: what a checkpoint keeps of it."""
+    """The parameters that a model learns in, and no others: what a checkpoint keeps of it."""
     learned = {name: p for name, p in lm.named_parameters() if p.requires_grad}
     return nn.ParameterDict({name.replace(".", "/"): p for name, p in learned.items()})
 
@@ -89,6 +120,8 @@ def load_trained(folder: str) -> Policy:
     if not (path / "adapter_config.json").is_file():
         return load_policy(folder)
     peft = _peft()
+    settings_of(path / "adapter_config.json")
+    require_whole(path / "adapter_model.safetensors")
     base = read_json(path / "base.json")
     policy = load_policy(base["folder"])
     require(
@@ -113,5 +146,5 @@ def _peft() -> Any:
     try:
         import peft  # type: ignore[import-not-found]
     except ImportError:
-        raise UserError("lora_rank needs peft: pip install 'ppokern[lora]'") from None
+        raise UserError(f"lora_rank needs peft: {pip_install('lora')}") from None
     return peft

@@ -6,13 +6,15 @@ tokens.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unicodedata import category
@@ -22,11 +24,15 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
+from safetensors import SafetensorError
 from torch import Tensor
 
 from . import distributed
+from .config import Unwritten
 
 Number = Tensor | float | int
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a full disk says
 
 VARYING = ("time/", "memory/")  # begin the names of metrics that two runs do not have alike
 
@@ -109,9 +115,33 @@ def plain(text: str) -> Text:
     return Text("".join(shown))
 
 
-def finite(row: dict[str, float]) -> dict[str, float | None]:
-    """A row for JSON, which knows no NaN: it stands for the mean of nothing, here null."""
-    return {name: value if math.isfinite(value) else None for name, value in row.items()}
+def as_json(content: Any, indent: int | None = None) -> str:
+    """Content as JSON, which knows no NaN and no infinity: a mean of nothing is null."""
+    return json.dumps(finite(content), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def finite(content: Any) -> Any:
+    """Content with None in place of each number that JSON lacks."""
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {name: finite(value) for name, value in content.items()}
+    return [finite(x) for x in content] if isinstance(content, (list, tuple)) else content
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, a file or folder is written; what the disk does not take is told in one sentence.
+
+    torch and safetensors raise errors of their own, and do not say why.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        why = f"is the disk full? ({error})"
+        if isinstance(error, OSError) and error.strerror and error.errno not in FULL:
+            why = error.strerror
+        raise Unwritten(f"{path} could not be written: {why}") from error
 
 
 def distinct(responses: Sequence[Sequence[int]], n: int) -> tuple[int, int]:
@@ -146,15 +176,15 @@ class RunLog:
         Of many processes the first writes.
         """
         self.stage, self.steps, self.done = stage, steps, done
-        path = run_dir / "metrics.jsonl" if distributed.first() else Path(os.devnull)
-        self._file = path.open("a+", encoding="utf-8")
-        self._board: Any = None
+        self._path = run_dir / "metrics.jsonl" if distributed.first() else Path(os.devnull)
+        with writing(self._path):
+            self._file = self._path.open("a+", encoding="utf-8", errors="backslashreplace")
+        self._others: dict[str, Any] = {}  # those that are shown the same numbers
         if tensorboard and distributed.first():
-            from torch.utils.tensorboard import SummaryWriter
-
-            # a cut run may have written more steps than are done: they are not shown twice
-            self._board = SummaryWriter(str(run_dir), purge_step=done + 1)
-        self._tracker = _tracked(tracker, run_dir) if tracker and distributed.first() else None
+            self._others["tensorboard"] = partial(_Board, run_dir, done)
+        if tracker and distributed.first():
+            self._others[tracker] = partial(_tracked, tracker, run_dir)
+        self._tell(lambda name, begin: self._others.update({name: begin()}))
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
@@ -169,15 +199,11 @@ class RunLog:
 
     def write(self, step: int, row: dict[str, float], line: str) -> None:
         """Takes in the metrics of a step and what the progress line is to say of it."""
-        labelled = {"stage": self.stage, "step": step, **finite(row)}
-        self._file.write(json.dumps(labelled) + "\n")
-        self._file.flush()
-        if self._board:
-            for name, value in row.items():
-                self._board.add_scalar(name, value, step)
-        if self._tracker:
-            known = {name: value for name, value in row.items() if math.isfinite(value)}
-            self._tracker.log(known, step=step)
+        with writing(self._path):
+            self._file.write(as_json({"stage": self.stage, "step": step, **row}) + "\n")
+            self._file.flush()
+        known = {name: value for name, value in row.items() if math.isfinite(value)}
+        self._tell(lambda _, other: other.log(known, step=step))
         self._bar.update(self._task, completed=step, description=f"{self.stage}: {line}")
         if not console.is_terminal and step % max(self.steps // 10, 1) == 0:
             seconds = (time.perf_counter() - self._began) / (step - self.done)  # a step
@@ -186,8 +212,7 @@ class RunLog:
 
     def sync(self) -> int:
         """Waits until metrics.jsonl is on the disk, and returns its bytes."""
-        if self._board:
-            self._board.flush()
+        self._tell(lambda _, other: other.flush() if isinstance(other, _Board) else None)
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
 
@@ -206,11 +231,36 @@ class RunLog:
     def close(self) -> None:
         """Ends the line and closes the files."""
         self._bar.stop()
-        self._file.close()
-        if self._board:
-            self._board.close()
-        if self._tracker:
-            self._tracker.finish()
+        with suppress(OSError):  # of a write that has failed, and was told
+            self._file.close()
+        self._tell(lambda _, other: other.finish())
+
+    def _tell(self, tell: Callable[[str, Any], object]) -> None:
+        """Turns to TensorBoard and the tracker; of one that fails a warning is all that is left."""
+        for name, other in list(self._others.items()):
+            try:
+                tell(name, other)
+            except Exception as error:  # a library's own, the network's, the disk's
+                del self._others[name]
+                why = f"{type(error).__name__}: {error}"
+                self.print(f"warning: {name} gets no more of this run, as it failed ({why})")
+
+
+class _Board:
+    """TensorBoard, as if it were a tracker."""
+
+    def __init__(self, run_dir: Path, done: int) -> None:
+        """Goes on after the steps that are done: what a cut run wrote behind them is not shown."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(run_dir), purge_step=done + 1)
+        self.flush = self._writer.flush
+        self.finish = self._writer.close
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """A point on each curve."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
 
 
 def _tracked(tracker: str, run_dir: Path) -> Any:

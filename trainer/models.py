@@ -8,6 +8,7 @@ calls a trunk. Sequences are packed, one behind the other in one row: `ids` is `
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -34,7 +36,15 @@ from ppokern import Loss, linear_ppo_loss, linear_selected_logprobs, next_token_
 
 from .attention import KeyValueCache, Packed, use_packed
 from .config import Scratch, Stage, UserError, require
-from .data import micro_batches, packed, select, up_to_last
+from .data import (
+    beginning,
+    end_token,
+    known_ids,
+    micro_batches,
+    packed,
+    select,
+    up_to_last,
+)
 from .distributed import blocks_of
 
 logging.set_verbosity_error()  # warnings: of fresh heads, of padding without a mask; both are meant
@@ -55,11 +65,14 @@ class Trunk(nn.Module):
 class Policy(Trunk):
     """A causal language model."""
 
-    def __init__(self, lm: PreTrainedModel) -> None:
-        """Takes a model with a language head."""
+    def __init__(self, lm: PreTrainedModel, vocab_size: int | None = None) -> None:
+        """Takes a model with a language head, and how many ids its tokenizer knows.
+
+        Rows of the embedding from there on are padding: outside of every softmax, never sampled.
+        """
         super().__init__()
         use_packed(lm)
-        self.lm = lm
+        self.lm, self.vocab_size = lm, vocab_size
 
     @property
     def context_tokens(self) -> int:
@@ -106,7 +119,7 @@ class Policy(Trunk):
                 self.autocast(),
                 torch.compiler.set_stance("force_eager"),
             ):  # a token a row: no gain
-                logits = head(cache.last(_hidden(self.lm, cache, ids)))  # (b, V)
+                logits = head(cache.last(_hidden(self.lm, cache, ids)))[:, : self.vocab_size]
             return logits if softcap is None else softcap * torch.tanh(logits / softcap)
         assert cu_seqlens is not None
         if states and not ppo:
@@ -120,6 +133,7 @@ class Policy(Trunk):
         if self.precision == "bfloat16":  # the ops' GEMMs are those of what they are given
             read, weight = hidden.bfloat16(), weight.bfloat16()
         options = {"bias": head.bias, "mask": mask, "temperature": temperature, "softcap": softcap}
+        options |= {"vocab_size": self.vocab_size}
         if not ppo:
             return linear_selected_logprobs(read, weight, targets, **options)
         options |= {"cu_seqlens": cu_seqlens}
@@ -244,9 +258,9 @@ def _blocks(modules: Sequence[nn.Module], option: str) -> list[nn.Module]:
 def lent(device: torch.device, *modules: nn.Module) -> Iterator[None]:
     """Inside, copies of the modules' weights are on `device`; what is written there is lost."""
     held = [(x, x.data) for part in modules for x in (*part.parameters(), *part.buffers())]
-    for x, at_rest in held:
-        x.data = at_rest.to(device, copy=True)
     try:
+        for x, at_rest in held:  # the device may have no room for the last of them
+            x.data = at_rest.to(device, copy=True)
         yield
     finally:
         for x, at_rest in held:
@@ -346,10 +360,14 @@ def new_policy(scratch: Scratch, tokenizer: PreTrainedTokenizerBase) -> Policy:
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model's folder."""
+    """The tokenizer of a model's folder, or of an adapter's."""
     if not (Path(folder) / "adapter_config.json").is_file():
         require_model(folder)
-    return from_folder(AutoTokenizer, folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        settings_of(Path(folder, file))
+    tokenizer = from_folder(AutoTokenizer, folder)
+    require(bool(tokenizer.get_vocab()), f"{folder}: its tokenizer knows no token")
+    return tokenizer
 
 
 def load_policy(folder: str) -> Policy:
@@ -362,19 +380,24 @@ def load_policy(folder: str) -> Policy:
         f"{folder}: a {lm.config.model_type} does something between trunk and logits that is not "
         "known here",
     )
+    policy.vocab_size = require_fitting(folder, lm)
     return policy
 
 
 def new_scorer(folder: str) -> Scorer:
     """The body of the model in `folder` with a scalar head of zeros."""
     model, _ = _load(AutoModelForSequenceClassification, folder, num_labels=1)
+    require_fitting(folder, model)
     nn.init.zeros_(model.score.weight)
     model.config.update({"score_mean": 0.0, "score_std": 1.0, "reward_head_trained": False})
     return Scorer(model)
 
 
-def load_scorer(folder: str) -> Scorer:
-    """A reward model whose head was trained; anything else is an error."""
+def load_scorer(folder: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Scorer:
+    """A reward model whose head was trained; anything else is an error.
+
+    It must be made for the ids of `tokenizer`, the policy's, where that is given.
+    """
     model, missing = _load(AutoModelForSequenceClassification, folder, num_labels=1)
     record = ("reward_head_trained", "score_mean", "score_std")
     require(
@@ -382,13 +405,65 @@ def load_scorer(folder: str) -> Scorer:
         f"{folder} has no trained reward head: the reward stage writes one, and in config.json "
         f"{', '.join(record)}",
     )
+    require_fitting(folder, model, tokenizer)
     return Scorer(model)
+
+
+def require_fitting(
+    folder: str, model: PreTrainedModel, policys: PreTrainedTokenizerBase | None = None
+) -> int:
+    """Holds model, tokenizer and the policy's tokenizer against each other.
+
+    Args:
+        folder: whose tokenizer it is.
+        model: loaded from there.
+        policys: the tokenizer of the policy whose ids the model is to read.
+
+    Returns:
+        How many ids the tokenizer knows.
+
+    Raises:
+        UserError: the embedding or the head has too few rows; or the model was made for other ids,
+            or for texts that begin or end with another token.
+    """
+    own = load_tokenizer(folder)
+    count = known_ids(own)
+    layers = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    for name, layer in layers.items():
+        rows = count if layer is None else len(cast(Tensor, layer.weight))
+        require(
+            count <= rows,
+            f"{folder}: the tokenizer has {count} ids, the model's {name} {rows} rows: "
+            "model.resize_token_embeddings(len(tokenizer)) adds those that are missing",
+        )
+    if policys is not None:
+        same = own.get_vocab() == policys.get_vocab()
+        require(same, f"{folder}: its model has another vocabulary than the policy")
+        sides = [
+            [tokenizer.convert_ids_to_tokens([*ids]) for ids in (beginning(tokenizer), [end])]
+            for tokenizer in (own, policys)
+            for end in [end_token(tokenizer)]
+        ]
+        for what, ours, theirs in zip(("begin", "end"), *sides, strict=True):
+            require(
+                ours == theirs,
+                f"{folder}: the texts that its model was trained on {what} with "
+                f"{''.join(ours) or 'no token of their own'}, those of the policy with "
+                f"{''.join(theirs) or 'none'}: it would read what it does not know; train it from "
+                "the policy's model",
+            )
+    return count
 
 
 def _load(auto: Any, folder: str, **options: Any) -> tuple[Any, list[str]]:
     """A model in float32 without dropout, and the names of the weights that its folder lacks."""
     require_model(folder)
+    _require_weights(Path(folder))
     config = without_dropout(from_folder(AutoConfig, folder, **options))
+    require(
+        type(config) in auto._model_mapping.keys(),
+        f"{folder}: transformers has no {auto.__name__} of the family {config.model_type}",
+    )
     model, info = from_folder(
         auto,
         folder,
@@ -397,8 +472,22 @@ def _load(auto: Any, folder: str, **options: Any) -> tuple[Any, list[str]]:
         dtype=torch.float32,
         attn_implementation="eager",  # its own, which `use_packed` is held against
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # transformers would tell them in a log; here is a sentence
     )
+    if auto is AutoModelForSequenceClassification:
+        head = isinstance(getattr(model, "score", None), nn.Linear)
+        require(head, f"{folder}: a {config.model_type} scores with a head that is not known here")
+    for name, stored, made in sorted(info["mismatched_keys"]):
+        raise UserError(
+            f"{folder}: {name} is {tuple(stored)} in its weights, {tuple(made)} by its config.json"
+        )
+    bad = [name for name, x in model.state_dict().items() if not x.isfinite().all()]
+    require(not bad, f"{folder}: weights are not finite: {_some(bad)}")
     return model.eval(), sorted(info["missing_keys"])
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def from_folder(auto: Any, folder: str, **options: Any) -> Any:
@@ -409,21 +498,73 @@ def from_folder(auto: Any, folder: str, **options: Any) -> Any:
     options |= {"local_files_only": True, "trust_remote_code": False}
     try:
         return auto.from_pretrained(folder, **options)
-    except ValueError as error:
-        sentence = str(error).strip().partition("\n")[0]
-        raise UserError(f"{folder} cannot be loaded: {sentence}") from None
+    except Exception as error:  # whatever it makes of files that are not what it takes them for
+        files = {AutoConfig: "config.json", AutoTokenizer: "tokenizer.json, tokenizer_config.json"}
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        read = f" ({files[auto]})" if auto in files else ""
+        raise UserError(f"{folder}{read} cannot be loaded by {auto.__name__}: {what}") from None
 
 
 def require_model(folder: str) -> None:
-    """Raises a `UserError` unless `folder` holds a model."""
+    """Raises a `UserError` unless `folder` holds a model that can be trained."""
+    path = Path(folder)
     require(
-        not (Path(folder) / "adapter_config.json").is_file(),
+        not (path / "adapter_config.json").is_file(),
         f"{folder} is an adapter and no whole model: `export` makes one of its run",
     )
+    config = settings_of(path / "config.json")
+    require(config is not None, f"{folder} is not the folder of a model: it has no config.json")
+    how = config.get("quantization_config")
     require(
-        (Path(folder) / "config.json").is_file(),
-        f"{folder} is not the folder of a model: it has no config.json",
+        how is None,
+        f"{path / 'config.json'}: the weights are quantised, {repr(how)[:60]}; trained are floats: "
+        "take the model as it was before",
     )
+    settings_of(path / "generation_config.json")  # if broken, transformers passes over it
+
+
+def settings_of(path: Path) -> Any:
+    """The object in a JSON file of a model's folder; None where there is no file."""
+    if not path.is_file():
+        return None
+    _require_no_pointer(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON ({error}): copy it again") from None
+    require(isinstance(content, dict) and bool(content), f"{path} holds nothing: copy it again")
+    return content
+
+
+def _require_no_pointer(path: Path) -> None:
+    with path.open("rb") as file:
+        pointer = file.read(20).startswith(b"version https://git")
+    require(not pointer, f"{path} is a pointer of git-lfs and not the file: run `git lfs pull`")
+
+
+def _require_weights(folder: Path) -> None:
+    """Raises a `UserError` unless a folder's weights are there, whole, and no pickles."""
+    index = settings_of(folder / "model.safetensors.index.json") or {}
+    named = {folder / str(name) for name in dict(index.get("weight_map", {})).values()}
+    files = sorted(named or folder.glob("*.safetensors"))
+    others = [path.name for path in sorted((*folder.glob("*.bin"), *folder.glob("*.pt*")))]
+    there = f", but {_some(others)}: pickles, which can hold code and are not loaded; where you "
+    there += "trust them, save_pretrained of transformers writes what it has loaded anew"
+    missing = f"{folder} has no weights in safetensors{there * bool(others)}"
+    require(bool(files), missing)
+    for path in files:
+        require_whole(path)
+
+
+def require_whole(path: Path) -> None:
+    """Raises a `UserError` unless a file of weights is all there."""
+    require(path.is_file(), f"{path} is missing: copy the folder again")
+    _require_no_pointer(path)
+    try:
+        with safe_open(path, "pt"):
+            pass
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged or cut short ({error}): copy it again") from None
 
 
 def parameter_count(config: PreTrainedConfig) -> int:

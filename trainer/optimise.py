@@ -32,19 +32,29 @@ def schedule(optimizer: Optimizer, config: Supervised, step: int) -> None:
         group["lr"] = config.learning_rate * warm * (0.05 + 0.95 * cosine)
 
 
-def clipped_step(trained: Sequence[Trained], max_grad_norm: float) -> tuple[list[Tensor], bool]:
+def steps_taken(optimizer: Optimizer) -> int:
+    """How many steps an Adam has taken, by its own count."""
+    counts = {int(state["step"]) for state in optimizer.state.values()}
+    return max(counts, default=0)
+
+
+def clipped_step(
+    trained: Sequence[Trained], max_grad_norm: float, learned: bool = True
+) -> tuple[list[Tensor], bool]:
     """Clips each module's gradients and steps; a norm that is not finite steps none of them.
+
+    Nor does a step that had nothing to learn from: Adam would go on as the steps before it went.
 
     Returns:
         The norms before clipping, and whether the step was taken.
     """
     norms = [_clipped(module, max_grad_norm) for module, _ in trained]
-    finite = all(bool(norm.isfinite()) for norm in norms)
+    taken = learned and all(bool(norm.isfinite()) for norm in norms)
     for _, optimizer in trained:
-        if finite:
+        if taken:
             optimizer.step()
         optimizer.zero_grad()
-    return norms, finite
+    return norms, taken
 
 
 def _clipped(module: nn.Module, max_grad_norm: float) -> Tensor:

@@ -1,5 +1,8 @@
 """`--dry_run`: what a run would take, in batches and in memory. Nothing is trained or written.
 
+The data are read, but for the demo's, whose stages write for each other: mistakes in them show, and
+how many rows are left out.
+
 The memory is an estimate, measured on the CPU: 16 bytes a parameter that is trained (itself, its
 gradient, two moments of Adam), 4 a frozen one, what the tokens of a micro-batch leave for its
 backward pass, and somewhat more again for holes in the heap: no two micro-batches are alike.
@@ -9,13 +12,15 @@ it is within a quarter for a Llama; a GPT-2's SFT took 38 % more than that, and 
 
 from __future__ import annotations
 
+from itertools import chain
 from math import ceil
 
 from rich.table import Table
 from transformers import AutoConfig, PreTrainedConfig
 
+from . import sft
 from .config import DemoConfig, PPOConfig, RewardConfig, SFTConfig, Stage
-from .data import read_prompts
+from .data import read_examples, read_pairs, read_prompts
 from .metrics import console
 from .models import (
     from_folder,
@@ -26,6 +31,8 @@ from .models import (
     require_model,
     scratch_config,
 )
+from .scoring import is_function
+from .supervised import require_room, rows_of
 
 LOGITS_BYTES = 2**28  # ppokern's ops hold no more at a time
 HOLES = 2.1  # of the heap; measured: 1.5 to 2.5 times what is in use at once
@@ -40,40 +47,75 @@ def show(config: SFTConfig | RewardConfig | PPOConfig | DemoConfig) -> None:
         model = scratch_config(config.sft.scratch)
         longest = 1 + (config.ppo.prompt_tokens or 0)
         for stage in config.stages():
-            table(stage.run_dir, plan(stage, model, longest))
+            known = longest if isinstance(stage, PPOConfig) else 0
+            table(stage.run_dir, plan(stage, model, known))
         return
-    if isinstance(config, SFTConfig) and not config.model:
-        model = scratch_config(config.scratch)
-    else:
-        require_model(config.model)
-        model = from_folder(AutoConfig, config.model)
-    longest = 0
-    if isinstance(config, PPOConfig):
-        room = config.longest_prompt(model.max_position_embeddings)
-        tokenizer = load_tokenizer(config.model)
-        longest = max(
-            len(prompt.ids)
-            for file in config.prompt_files()
-            for prompt in read_prompts(file, tokenizer, config.prompt_tokens, room)
-        )
+    if not isinstance(config, PPOConfig):
+        _show_supervised(config)
+        return
+    require_model(config.model)
+    model = from_folder(AutoConfig, config.model)
+    room = config.longest_prompt(model.max_position_embeddings)
+    tokenizer = load_tokenizer(config.model)
+    longest = max(
+        len(prompt.ids)
+        for file in config.prompt_files()
+        for prompt in read_prompts(file, tokenizer, config.prompt_tokens, room)
+    )
     table(config.run_dir, plan(config, model, longest))
 
 
+def _show_supervised(config: SFTConfig | RewardConfig) -> None:
+    if isinstance(config, SFTConfig) and not config.model:
+        tokenizer = sft.new_tokenizer(config)
+        model = scratch_config(config.scratch, tokenizer)
+    else:
+        require_model(config.model)
+        model, tokenizer = from_folder(AutoConfig, config.model), load_tokenizer(config.model)
+        require_room(config, model.max_position_embeddings)
+
+    def read(path: str) -> list[list[int]]:
+        """Tokens of each sequence of each row."""
+        if isinstance(config, SFTConfig):
+            return [[len(row.ids)] for row in read_examples(path, tokenizer, config.max_tokens)]
+        return [list(map(len, pair)) for pair in read_pairs(path, tokenizer, config.max_tokens)]
+
+    train, heldout = rows_of(config, read)
+    config = config.counted(len(train))
+    steps = ceil(len(train) / config.rows_per_step)
+    lengths = list(chain.from_iterable(train))
+    data = {
+        "rows": f"{len(train):,} to learn from, {len(heldout):,} to measure on",
+        "tokens": f"{sum(lengths):,} to learn from, {max(lengths):,} in the longest sequence",
+        "steps an epoch": f"{steps:,}, so {config.steps / steps:,.1f} epochs",
+    }
+    table(config.run_dir, data | plan(config, model, max(lengths)))
+
+
 def plan(
-    config: SFTConfig | RewardConfig | PPOConfig, model: PreTrainedConfig, longest: int
+    config: SFTConfig | RewardConfig | PPOConfig, model: PreTrainedConfig, longest: int = 0
 ) -> Plan:
-    """The arithmetic of a stage; `longest` is that of its prompts, in tokens."""
+    """The arithmetic of a stage.
+
+    `longest` is that of PPO's prompts, or of the sequences to learn from where they are known (0:
+    they are not), in tokens.
+    """
     if isinstance(config, PPOConfig):
         return _ppo(config, model, longest)
-    rows = config.sequences_per_step if isinstance(config, SFTConfig) else 2 * config.pairs_per_step
+    rows = config.rows_per_step * (1 if isinstance(config, SFTConfig) else 2)
+    longest = longest or config.max_tokens
     return {
         "sequences a step": f"{rows:,}",
-        "tokens a step": f"at most {rows * config.max_tokens:,}",
-        "micro-batches a step": _cuts(rows, config.max_tokens, config.max_tokens_per_micro_batch),
+        "tokens a step": f"at most {rows * longest:,}",
+        "micro-batches a step": _cuts(rows, longest, config.max_tokens_per_micro_batch),
         "optimiser steps": f"{config.steps:,}",
-        "parameters": f"{parameter_count(model):,}",
+        "parameters": f"{parameter_count(model):,}{_adapters(config)}",
         "memory": f"about {memory(config, model, longest) / MIB:,.0f} MiB, and the program itself",
     }
+
+
+def _adapters(config: SFTConfig | RewardConfig) -> str:
+    return f", frozen beside adapters of rank {config.lora_rank}" if config.lora_rank else ""
 
 
 def _ppo(config: PPOConfig, model: PreTrainedConfig, longest: int) -> Plan:
@@ -104,7 +146,7 @@ def _trained(config: PPOConfig) -> int:
 
 def _frozen(config: PPOConfig) -> int:
     sources = [*config.rewards, *([config.judge] if config.judge else [])]
-    return 1 + sum(":" not in source for source in sources)
+    return 1 + sum(not is_function(source) for source in sources)
 
 
 def _cuts(rows: int, tokens: int, most: int) -> str:
@@ -112,7 +154,7 @@ def _cuts(rows: int, tokens: int, most: int) -> str:
 
 
 def memory(
-    config: SFTConfig | RewardConfig | PPOConfig, model: PreTrainedConfig, longest: int
+    config: SFTConfig | RewardConfig | PPOConfig, model: PreTrainedConfig, longest: int = 0
 ) -> int:
     """Bytes that a stage takes at most, the program itself apart."""
     if isinstance(config, PPOConfig):
@@ -121,9 +163,11 @@ def memory(
         cache = config.episodes_per_update * longest * model.num_hidden_layers * model.hidden_size
         models, frozen = 16 * _trained(config), 4 * _frozen(config)  # bytes a parameter
     else:
-        rows = config.sequences_per_step if isinstance(config, SFTConfig) else config.pairs_per_step
-        longest = config.max_tokens * (1 if isinstance(config, SFTConfig) else 2)
-        cache, models, frozen = 0, 16, 0
+        rows = config.rows_per_step
+        longest = (longest or config.max_tokens) * (1 if isinstance(config, SFTConfig) else 2)
+        best = 4 * (config.evaluate_every_steps is not None)  # a copy of what was the best
+        models, frozen = (0, 4) if config.lora_rank else (16 + best, 0)
+        cache = 0
     fitting = max(config.max_tokens_per_micro_batch // longest, 1)  # rows in a micro-batch
     tokens = ceil(rows / ceil(rows / fitting)) * longest  # micro-batches are equally full
     vocabulary = 0 if isinstance(config, RewardConfig) else model.vocab_size

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from ppokern import kl_estimate, ppo_value_loss
+from ppokern._names import KLKind
 
 from . import distributed
 from .check import check_answers, check_frozen, check_paths, check_start, check_sums
@@ -51,10 +51,19 @@ from .models import (
     new_scorer,
     pick_device,
 )
-from .optimise import Trained, adamw, clipped_step
+from .optimise import Trained, adamw, clipped_step, steps_taken
 from .rollout import Engine, Rollouts, generate
+from .running import stage
 from .sample import respond, side_by_side
-from .scoring import RewardPart, Scaling, load_rewards, models_of, score, source_file
+from .scoring import (
+    RewardPart,
+    Scaling,
+    is_function,
+    load_rewards,
+    models_of,
+    score,
+    source_file,
+)
 
 
 @dataclass
@@ -150,6 +159,7 @@ class PenaltyController:
         self.coef = state_dict["coef"]
 
 
+@stage
 def run(
     config: PPOConfig,
     overwrite: bool = False,
@@ -160,7 +170,6 @@ def run(
 
     `engine` samples what is learned from, in place of `generate`; evaluation does not ask it.
     """
-    config.check()
     device = pick_device(config.offload_frozen)
     models = load(config, device)
     longest = config.longest_prompt(models.context_tokens())
@@ -300,7 +309,9 @@ def load(config: PPOConfig, device: torch.device) -> Models:
     if config.critic_kind == "head":
         critic = ValueHead(policy.lm.config.hidden_size)
     else:
-        critic = load_scorer(config.critic) if config.critic else new_scorer(config.model)
+        critic = (
+            load_scorer(config.critic, tokenizer) if config.critic else new_scorer(config.model)
+        )
         critic.model.config.update({"reward_head_trained": False})  # it foresees, it gives none
     models = Models(
         tokenizer,
@@ -319,7 +330,7 @@ def inputs(config: PPOConfig) -> dict[str, Path | str]:
     functions = {f"reward {source}": source for source in config.rewards}
     functions |= {"judge": config.judge} if config.judge else {}
     rewards = {
-        name: source_file(source) if ":" in source else Path(source)
+        name: source_file(source) if is_function(source) else Path(source)
         for name, source in functions.items()
     }
     heldout = {"held-out data": config.heldout} if config.heldout else {}
@@ -355,7 +366,8 @@ def learn(
         if config.target_kl is not None and moved > config.target_kl:
             metrics.add("early_stops", 1.0)
             break
-        norms, stepped = clipped_step(trained, config.max_grad_norm)
+        learned = not math.isnan(moved)
+        norms, stepped = clipped_step(trained, config.max_grad_norm, learned)
         taken += stepped
         metrics.add("skipped_steps", not stepped)
         for name, norm in zip(learning, norms, strict=True):
@@ -489,12 +501,6 @@ POLICY_STATS = {
 }
 
 
-def steps_taken(optimizer: Optimizer) -> int:
-    """How many steps an Adam has taken, by its own count."""
-    counts = {int(state["step"]) for state in optimizer.state.values()}
-    return max(counts, default=0)
-
-
 def observe(
     metrics: Metrics,
     rollouts: Rollouts,
@@ -502,7 +508,7 @@ def observe(
     parts: dict[str, Tensor],
     kl_coef: float,
     kl_in_reward: float,
-    kl_kind: str = "k1",
+    kl_kind: KLKind = "k1",
 ) -> None:
     """What there is to say of an update's episodes, in the names that TRL's users know."""
     mask, ends = experience.mask, experience.cu_seqlens

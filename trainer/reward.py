@@ -12,55 +12,42 @@ Source: Bradley and Terry 1952; Ouyang et al. 2022, equation 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from . import distributed
-from .checkpoint import Checkpoints, save_model, write_json
 from .config import RewardConfig, require
-from .data import Pair, length_batches, micro_batches, packed, read_pairs
-from .metrics import Metrics, RunLog
-from .models import Scorer, equip, load_tokenizer, new_scorer, pick_device
-from .optimise import adamw, clipped_step, schedule
+from .data import Pair, micro_batches, packed, read_pairs
+from .metrics import Metrics
+from .models import Scorer, load_tokenizer, new_scorer
+from .running import stage
+from .supervised import Training, require_room, rows_of
 
 NOTHING = Pair([0], [0])  # stands where a process has no pair, and counts for nothing
 
 
+@stage
 def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> dict[str, float]:
     """Trains, writes the model to `run_dir/model`, and returns its accuracy on held-out pairs."""
-    config.check()
     tokenizer, scorer = load_tokenizer(config.model), new_scorer(config.model)
-    room = scorer.context_tokens
-    require(
-        config.max_tokens <= room, f"max_tokens is {config.max_tokens}, the model's context {room}"
-    )
-    train = read_pairs(config.train, tokenizer, config.max_tokens)
-    heldout = read_pairs(config.heldout, tokenizer, config.max_tokens)
-    device = pick_device()
-    equip(config, [scorer.to(device).eval()])
-    scorer = distributed.wrap(scorer, config.parallel)
-    optimizer = adamw(scorer, config.learning_rate, config.weight_decay)
-    batches = length_batches(
-        [max(map(len, pair)) for pair in train], config.pairs_per_step, config.seed
-    )
-
-    inputs = {"data": config.train, "held-out data": config.heldout, "model": config.model}
-    parts = {"model": scorer, "optimizer": optimizer, "batches": batches}
-    checkpoints = Checkpoints(config, inputs, parts)
-    done = checkpoints.begin(overwrite, resume)
-    run_dir = checkpoints.run_dir
-    log = RunLog(run_dir, "reward", config.steps, config.tensorboard, done, config.tracker)
-    with closing(log):
-        for step, rows in zip(range(done + 1, config.steps + 1), batches, strict=False):
-            schedule(optimizer, config, step)
+    require_room(config, scorer.context_tokens)
+    read = partial(read_pairs, tokenizer=tokenizer, max_tokens=config.max_tokens)
+    train, heldout = rows_of(config, read)
+    lengths = [max(map(len, pair)) for pair in train]
+    training = Training("reward", config, scorer, tokenizer, lengths, overwrite, resume)
+    scorer, device, most = training.model, training.device, config.max_tokens_per_micro_batch
+    measure = partial(_measure, scorer, heldout, most, device)
+    with closing(training.log):
+        for step, rows in training.steps():
             metrics = Metrics()
             batch = [train[rows[i]] for i in distributed.share(len(rows))]
-            tokens = [sum(map(len, pair)) for pair in batch]
-            cuts = micro_batches(tokens, config.max_tokens_per_micro_batch)
+            cuts = micro_batches([sum(map(len, pair)) for pair in batch], most)
             for part, last in distributed.passes(cuts):
                 pairs = [batch[row] for row in part] or [NOTHING]
                 with distributed.step_pass(scorer, last):
@@ -69,25 +56,23 @@ def run(config: RewardConfig, overwrite: bool = False, resume: bool = False) -> 
                     (losses.sum() / len(rows) * distributed.size()).backward()
                 metrics.add("loss", losses.detach())
                 metrics.add("accuracy", margins > 0)
-            (norm,), stepped = clipped_step([(scorer, optimizer)], config.max_grad_norm)
-            metrics.add("grad_norm", norm)
-            metrics.add("skipped_steps", not stepped)
-            metrics.across_processes()
+            training.step(metrics)
             line = f"loss {metrics.mean('loss'):.2f}, accuracy {metrics.mean('accuracy'):.2f}"
-            log.write(step, metrics.means(), line)
-            checkpoints.after(step, log)
+            training.end(step, metrics, line, measure)
 
-        with distributed.whole(scorer):
-            result = _measure(scorer, heldout, config.max_tokens_per_micro_batch, device)
-        log.print(f"reward: right on {result['accuracy']:.1%} of {len(heldout)} held-out pairs")
-    record = {
-        "score_mean": result["score_mean"],
-        "score_std": result["score_std"],
-        "reward_head_trained": True,
-    }
-    scorer.model.config.update(record)
-    save_model(run_dir / "model", scorer.model, tokenizer)
-    write_json(run_dir / "summary.json", result)
+        result = training.result()
+        mean, std = result["score_mean"], result["score_std"]
+        require(  # else no score could be told in its units, nor the model be loaded
+            0 < std < math.inf,
+            f"the scores of the held-out texts spread by {std}: the head has learned nothing, or "
+            f"{config.heldout or config.train} has nothing to tell apart; no reward model is "
+            "written",
+        )
+        record = {"score_mean": mean, "score_std": std, "reward_head_trained": True}
+        scorer.model.config.update(record)
+        training.save()
+        right = f"right on {result['accuracy']:.1%} of {len(heldout)} held-out pairs"
+        training.log.print(f"reward: {right}")
     return result
 
 
@@ -111,13 +96,18 @@ def _scores(scorer: Scorer, texts: Sequence[Sequence[int]], device: torch.device
 def _measure(
     scorer: Scorer, pairs: Sequence[Pair], max_tokens_per_micro_batch: int, device: torch.device
 ) -> dict[str, float]:
-    """Accuracy on pairs, and mean and standard deviation of the scores of their texts."""
-    texts = [ids for pair in pairs for ids in pair]
-    scores = torch.empty(len(texts), device=device)
+    """Loss and accuracy on held-out pairs, mean and standard deviation of their texts' scores.
+
+    Each process scores a share of the pairs.
+    """
+    texts = [ids for i in distributed.share(len(pairs)) for ids in pairs[i]]
+    mine = torch.empty(len(texts), device=device)
     for rows in micro_batches([len(ids) for ids in texts], max_tokens_per_micro_batch):
-        scores[rows] = _scores(scorer, [texts[row] for row in rows], device)
+        mine[rows] = _scores(scorer, [texts[row] for row in rows], device)
+    scores = torch.cat(distributed.gathered(mine.cpu()))  # (2 * pairs,)
     chosen, rejected = scores.view(-1, 2).unbind(1)
     return {
+        "loss": -logsigmoid(chosen - rejected).mean().item(),
         "accuracy": (chosen > rejected).float().mean().item(),
         "score_mean": scores.mean().item(),
         "score_std": scores.std().item(),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
-import math
+import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from . import distributed
 from .config import UserError, require
 from .data import end_token, packed, sums
-from .models import Scorer, forward_all, load_scorer, load_tokenizer
+from .models import Scorer, forward_all, load_scorer
 from .rollout import Rollouts
 
 RewardFunction = Callable[..., list[float]]
@@ -85,6 +88,9 @@ def score(
     each = {part.name: part.score(rollouts) for part in parts}
     total = torch.zeros(len(rollouts.prompts), device=rollouts.ids.device)
     total = sum((part.weight * each[part.name] for part in parts), total)
+    if not total.isfinite().all():
+        largest = ", ".join(f"{name} up to {_size(part)}" for name, part in each.items())
+        raise UserError(f"the weighted sum of the rewards is not finite in float32: {largest}")
     if scaling is not None:
         counted = sums(rollouts.mask, rollouts.cu_seqlens) > 0  # (S,)
         total = scaling(total, counted & (rollouts.terminated | (not drop_truncated)))
@@ -101,25 +107,51 @@ def load_rewards(
 
     Args:
         weights: of reward models' folders, `FILE.py:name` or `module:name`.
-        tokenizer: the policy's; a reward model must have the same.
+        tokenizer: the policy's; a reward model must have been made for its ids.
         device: for reward models.
         max_tokens_per_micro_batch: most tokens in one forward pass.
     """
     parts = []
-    for source, weight in weights.items():
-        if ":" in source:
+    for (source, weight), name in zip(weights.items(), short_names([*weights]), strict=True):
+        if is_function(source):
             function = load_function(source)
-            name = source.rpartition(":")[2]
             parts.append(RewardPart(name, weight, _from_function(function, source, tokenizer)))
         else:
-            model = load_scorer(source).requires_grad_(False).to(device)
-            same = load_tokenizer(source).get_vocab() == tokenizer.get_vocab()
-            require(same, f"the reward model in {source} has another vocabulary than the policy")
+            model = load_scorer(source, tokenizer).requires_grad_(False).to(device)
             rule = _from_model(model, end_token(tokenizer), max_tokens_per_micro_batch)
-            parts.append(RewardPart(Path(source).name, weight, rule, model))
-    names = [part.name for part in parts]
-    require(len(set(names)) == len(names), f"two rewards have one name: {', '.join(names)}")
+            parts.append(RewardPart(name, weight, rule, model))
     return parts
+
+
+def is_function(source: str) -> bool:
+    """Whether a reward is a function; what exists as a folder is one, whatever its name."""
+    return ":" in source and not os.path.isdir(source)
+
+
+def short_names(sources: Sequence[str]) -> list[str]:
+    """The shortest ends of rewards' paths that tell them apart: `f`, or `a.py:f` and `b.py:f`."""
+    ends = [_ends(source) for source in sources]
+    names = [end[0] for end in ends]
+    for depth in range(1, max(map(len, ends), default=0)):
+        twice = {name for name in names if names.count(name) > 1}
+        pairs = zip(names, ends, strict=True)
+        names = [end[min(depth, len(end) - 1)] if name in twice else name for name, end in pairs]
+    require(len(set(names)) == len(names), f"two rewards are the same: {', '.join(sources)}")
+    return names
+
+
+def _ends(source: str) -> list[str]:
+    """A reward's name, and what it is with one, two, … parts of its path before that."""
+    where, colon, name = source.rpartition(":") if is_function(source) else (source, "", "")
+    module = bool(colon) and not where.endswith(".py")
+    path, separator = (where, ".") if module else (os.path.abspath(where), os.sep)
+    parts = path.split(separator)
+    joined = [separator.join(parts[-n:]) for n in range(1, len(parts) + 1)]
+    return [name, *(f"{end}:{name}" for end in joined)] if colon else joined
+
+
+def _size(part: Tensor) -> str:
+    return f"{part.abs().max().item():.2g}"
 
 
 def _from_model(
@@ -140,25 +172,25 @@ def _from_function(
     def part(rollouts: Rollouts) -> Tensor:
         """What the function says of the texts."""
         names = {name for prompt in rollouts.prompts for name in prompt.columns}
-        columns = {
-            name: [prompt.columns.get(name) for prompt in rollouts.prompts]
-            for name in sorted(names)
-        }
+        rows = [copy.deepcopy((x.value, x.columns)) for x in rollouts.prompts]  # it may change them
+        columns = {name: [row.get(name) for _, row in rows] for name in sorted(names)}
         completions = tokenizer.batch_decode(rollouts.responses(), skip_special_tokens=True)
-        prompts = [prompt.value for prompt in rollouts.prompts]
+        prompts, count = [value for value, _ in rows], len(rows)
         if prompts:  # a process may have none
             _require_fitting(function, source, columns)
         scores: Any = function(prompts, completions, **columns) if prompts else []
         came = f"{len(scores)} in a" if isinstance(scores, (list, tuple)) else "a"
         came = f"{came} {type(scores).__name__}: {repr(scores)[:60]}"
-        must = f"{source} must return a list of {len(completions)} numbers, and returned {came}"
-        require(isinstance(scores, (list, tuple)) and len(scores) == len(completions), must)
+        must = f"{source} must return a list of {count} numbers, and returned {came}"
+        require(isinstance(scores, (list, tuple)) and len(scores) == count, must)
         try:
-            numbers = [float(score) for score in scores]
-        except (TypeError, ValueError):
+            numbers = torch.tensor([float(score) for score in scores], dtype=torch.float32)
+        except (TypeError, ValueError, OverflowError):
             raise UserError(must) from None
-        require(all(map(math.isfinite, numbers)), f"{source} returned a score that is not finite")
-        return torch.tensor(numbers, device=rollouts.ids.device)
+        wrong = (~numbers.isfinite()).nonzero().flatten().tolist()
+        sentence = f"{source} returned a score that is not finite"
+        require(not wrong, f"{sentence} in float32: {[scores[row] for row in wrong[:3]]}")
+        return numbers.to(rollouts.ids.device)
 
     return part
 
@@ -184,25 +216,35 @@ def source_file(source: str) -> Path:
     where, _, name = source.rpartition(":")
     if where.endswith(".py"):
         return Path(where)
-    module = importlib.import_module(where)
-    module = inspect.getmodule(getattr(module, name)) or module
+    module = _imported(source)
+    module = inspect.getmodule(getattr(module, name, None)) or module
     return Path(getattr(module, "__file__", None) or sys.executable)
 
 
 def load_function(source: str) -> RewardFunction:
     """Imports `FILE.py:name` or `module:name`."""
     where, _, name = source.rpartition(":")
-    require(bool(where), f"the reward function {source} cannot be imported: it names no module")
-    try:
-        if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(f"reward {where}", where)
-            assert spec is not None and spec.loader is not None
-            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
-    except (FileNotFoundError, ModuleNotFoundError) as error:
-        raise UserError(f"the reward function {source} cannot be imported: {error}") from None
-    function: Any = getattr(module, name, None)
+    function: Any = getattr(_imported(source), name, None)
     require(callable(function), f"the reward function {source}: {where} has no function {name!r}")
     return function
+
+
+def _imported(source: str) -> ModuleType:
+    """The module of a reward function; what it raises is told with its own line."""
+    where = source.rpartition(":")[0]
+    cannot = f"the reward function {source} cannot be imported"
+    require(bool(where), f"{cannot}: it names no module")
+    try:
+        if not where.endswith(".py"):
+            return importlib.import_module(where)
+        spec = importlib.util.spec_from_file_location(f"reward {where}", where)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        raise UserError(f"{cannot}: {error}") from None
+    except (Exception, SystemExit) as error:  # whatever the file does as it is imported
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        at = "" if isinstance(error, SyntaxError) else f" ({place.filename}, line {place.lineno})"
+        raise UserError(f"{cannot}: {type(error).__name__}: {error}{at}") from error

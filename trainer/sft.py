@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,88 +19,63 @@ from transformers import PreTrainedTokenizerBase
 from ppokern import next_token_targets, position_ids
 
 from . import distributed
-from .checkpoint import Checkpoints, save_model, write_json
-from .config import SFTConfig, require
-from .data import (
-    Example,
-    length_batches,
-    micro_batches,
-    packed,
-    read_examples,
-    read_rows,
-    train_tokenizer,
-)
-from .metrics import Metrics, RunLog
-from .models import Policy, equip, load_policy, load_tokenizer, new_policy, pick_device
-from .optimise import adamw, clipped_step, schedule
+from .config import SFTConfig
+from .data import Example, micro_batches, packed, read_examples, read_rows, train_tokenizer
+from .metrics import Metrics
+from .models import Policy, load_policy, load_tokenizer, new_policy
+from .running import stage
+from .supervised import Training, require_room, rows_of
 
 # ids, cu_seqlens, mask of the tokens before those to learn, whether it is the last
 Batch = tuple[Tensor, Tensor, Tensor, bool]
 NOTHING = Example([0], 1)  # a token that none follows: nothing to learn
 
 
+@stage
 def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dict[str, float]:
     """Trains, writes the model to `run_dir/model`, and returns the loss on held-out text."""
-    config.check()
     tokenizer, policy = _start(config)
-    train = read_examples(config.train, tokenizer, config.max_tokens)
-    heldout = read_examples(config.heldout, tokenizer, config.max_tokens)
-    device = pick_device()
-    equip(config, [policy.to(device).eval()])
-    policy = distributed.wrap(policy, config.parallel)
-    optimizer = adamw(policy, config.learning_rate, config.weight_decay)
-    batches = length_batches([len(x.ids) for x in train], config.sequences_per_step, config.seed)
-
-    inputs = {"data": config.train, "held-out data": config.heldout}
-    if config.model:
-        inputs["model"] = config.model
-    parts = {"model": policy, "optimizer": optimizer, "batches": batches}
-    checkpoints = Checkpoints(config, inputs, parts)
-    done = checkpoints.begin(overwrite, resume)
-    run_dir = checkpoints.run_dir
-    log = RunLog(run_dir, "sft", config.steps, config.tensorboard, done, config.tracker)
-    with closing(log):
-        for step, rows in zip(range(done + 1, config.steps + 1), batches, strict=False):
-            schedule(optimizer, config, step)
+    read = partial(read_examples, tokenizer=tokenizer, max_tokens=config.max_tokens)
+    train, heldout = rows_of(config, read)
+    lengths = [len(row.ids) for row in train]
+    training = Training("sft", config, policy, tokenizer, lengths, overwrite, resume)
+    policy, device, most = training.model, training.device, config.max_tokens_per_micro_batch
+    measure = partial(_measure, policy, heldout, most, device)
+    with closing(training.log):
+        for step, rows in training.steps():
             metrics = Metrics()
             tokens = sum(len(train[row].ids) - train[row].start for row in rows)
             batch = [train[rows[i]] for i in distributed.share(len(rows))]
-            cut = _cut(batch, config.max_tokens_per_micro_batch, device)
-            for ids, cu_seqlens, mask, last in cut:
+            for ids, cu_seqlens, mask, last in _cut(batch, most, device):
                 with distributed.step_pass(policy, last):
                     total = -policy(ids, cu_seqlens, mask).sum()  # nats
                     (total / tokens * distributed.size()).backward()
                 metrics.add_sum("loss", total.detach(), mask.sum())
-            (norm,), stepped = clipped_step([(policy, optimizer)], config.max_grad_norm)
-            metrics.add("grad_norm", norm)
-            metrics.add("skipped_steps", not stepped)
-            metrics.across_processes()
-            log.write(step, metrics.means(), f"loss {metrics.mean('loss'):.2f} nats a token")
-            checkpoints.after(step, log)
+            training.step(metrics)
+            line = f"loss {metrics.mean('loss'):.2f} nats a token"
+            training.end(step, metrics, line, measure)
 
-        with distributed.whole(policy):
-            result = {"loss": _loss(policy, heldout, config.max_tokens_per_micro_batch, device)}
-        log.print(f"sft: held-out loss {result['loss']:.3f} nats a token")
-    save_model(run_dir / "model", policy.lm, tokenizer)
-    write_json(run_dir / "summary.json", result)
+        result = training.save()
+        training.log.print(f"sft: held-out loss {result['loss']:.3f} nats a token")
     return result
 
 
 def _start(config: SFTConfig) -> tuple[PreTrainedTokenizerBase, Policy]:
     if config.model:
         policy = load_policy(config.model)
-        room = policy.context_tokens
-        require(
-            config.max_tokens <= room,
-            f"max_tokens is {config.max_tokens}, the model's context {room}",
-        )
+        require_room(config, policy.context_tokens)
         return load_tokenizer(config.model), policy
+    tokenizer = new_tokenizer(config)
+    torch.manual_seed(config.seed)
+    return tokenizer, new_policy(config.scratch, tokenizer)
+
+
+def new_tokenizer(config: SFTConfig) -> PreTrainedTokenizerBase:
+    """A tokenizer of the texts to learn from."""
     rows = read_rows(config.train, "text", "prompt completion")
     values = (row.get(key) for row in rows for key in ("text", "prompt", "completion"))
     texts = (value for value in values if isinstance(value, str))
-    tokenizer = train_tokenizer(texts, config.scratch.vocab_size)
-    torch.manual_seed(config.seed)
-    return tokenizer, new_policy(config.scratch, tokenizer)
+    return train_tokenizer(texts, config.scratch.vocab_size)
 
 
 def _cut(
@@ -116,10 +92,12 @@ def _cut(
 
 
 @torch.inference_mode()
-def _loss(
+def _measure(
     policy: Policy, examples: list[Example], max_tokens_per_micro_batch: int, device: torch.device
-) -> float:
-    metrics = Metrics()
-    for ids, cu_seqlens, mask, _ in _cut(examples, max_tokens_per_micro_batch, device):
+) -> dict[str, float]:
+    """The loss on held-out text, of which each process measures a share."""
+    metrics, mine = Metrics(), [examples[i] for i in distributed.share(len(examples))]
+    for ids, cu_seqlens, mask, _ in _cut(mine, max_tokens_per_micro_batch, device):
         metrics.add("loss", -policy(ids, cu_seqlens, mask), mask)
-    return metrics.mean("loss")
+    metrics.across_processes()
+    return {"loss": metrics.mean("loss")}

@@ -13,6 +13,7 @@ Source: Allal et al. 2025, "SmolLM2: When Smol Goes Big".
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from pathlib import Path
@@ -21,8 +22,10 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from .checkpoint import save_model
-from .data import installed_file, write_rows
-from .metrics import console
+from .config import require
+from .data import installed_file, read_rows, write_rows
+from .metrics import console, writing
+from .running import not_a_models_own
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -42,14 +45,25 @@ HELDOUT_THINGS = 16
 
 def run(out: str) -> None:
     """Writes the model and the questions."""
-    folder, file = Path(out), weights()
-    save(file, folder / "model")
+    folder = Path(out)
+    not_a_models_own(folder)
     things = [" ".join(thing.split()) for thing in THINGS.split(",")]
     random.Random(0).shuffle(things)
     parts = {"heldout": things[:HELDOUT_THINGS], "train": things[HELDOUT_THINGS:]}
-    for name, part in parts.items():
-        asked = (question.format(thing) for question in QUESTIONS for thing in part)
-        write_rows(folder / f"{name}.jsonl", ({"prompt": messages(text)} for text in asked))
+    rows = {
+        folder / f"{name}.jsonl": [
+            {"prompt": messages(question.format(x))} for question in QUESTIONS for x in part
+        ]
+        for name, part in parts.items()
+    }
+    ours = [path.is_file() and read_rows(str(path), "prompt") == rows[path] for path in rows]
+    others = [path for path in (*rows, folder / "model") if os.path.lexists(path)]
+    require(all(ours) or not others, f"{folder} holds what is not its own: name another folder")
+    file = weights()
+    with writing(folder):
+        for path, asked in rows.items():  # before the model: they say whose it is
+            write_rows(path, asked)
+    save(file, folder / "model")
     console.print(f"{folder}: SmolLM2-135M-Instruct, and questions for it")
 
 

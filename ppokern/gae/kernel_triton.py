@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ppokern import _check, _launch
+from ppokern import _launch
 from ppokern import token_math_triton as tm
-from ppokern.gae import reference
+from ppokern._sequences import spoil
 from ppokern.gae.reference import Inputs, Options
 
 SHORT, LONG = (16, 64), (1, 1024)  # sequences and steps of a tile: 4 transitions a thread
@@ -209,10 +209,7 @@ def gae(x: Inputs, o: Options, check: bool) -> tuple[Tensor, Tensor, bool]:
             o.gamma, o.gamma * o.lam, COUNT_MASKED=o.decay and x.mask is not None,
             TIME_MAJOR=time_major, ROWS=rows, STEPS=steps, num_warps=WARPS,
         )  # fmt: skip
-    if cu_seqlens is not None and not _check.values_of(cu_seqlens):
-        malformed = ~reference._well_formed(cu_seqlens, length)
-        advantages.masked_fill_(malformed, torch.nan)
-        returns.masked_fill_(malformed, torch.nan)
+    spoil(cu_seqlens, length, advantages, returns)
     finite = not check or bool((advantages.isfinite() & returns.isfinite()).all())
     return advantages, returns, finite
 

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from ppokern import _backend, _check, _library
+from ppokern._names import MASK_MODES, MaskMode
 from ppokern._sequences import Sequences
 from ppokern.gae import kernel_native, reference
 from ppokern.gae.reference import Inputs, Options
@@ -28,6 +29,7 @@ MOST = torch.finfo(torch.float64).max
 _INPUTS = len(Inputs._fields)
 
 
+@_library.loadable
 class Advantages(NamedTuple):
     """Advantages and the value targets ``advantages + values``; neither carries a gradient."""
 
@@ -105,7 +107,7 @@ def gae(
     continues: Bool[Tensor, "*layout"] | None = None,
     next_values: Float[Tensor, "*layout"] | None = None,
     last_values: Float[Tensor, "*sequences"] | None = None,
-    mask_mode: str = "skip",
+    mask_mode: MaskMode = "skip",
     time_dim: int = -1,
     cu_seqlens: Integer[Tensor, " boundaries"] | None = None,
 ) -> Advantages:
@@ -154,7 +156,7 @@ def gae(
     Source: Schulman et al. 2016 (arXiv 1506.02438), equations 10 to 16.
     """
     gamma, lam = _check.number("gamma", gamma), _check.number("lam", lam)
-    _check.choice("mask_mode", mask_mode, ("skip", "decay"))
+    _check.choice("mask_mode", mask_mode, MASK_MODES)
     _check.tensor("rewards", rewards)
     shape, device = rewards.shape, rewards.device
     time_dim = _check.integer("time_dim", time_dim, -1, 0)

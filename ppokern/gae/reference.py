@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppokern import _check
 from ppokern import token_math as tm
-from ppokern._sequences import Sequences
+from ppokern._sequences import Sequences, spoil
 
 
 class Inputs(NamedTuple):
@@ -90,11 +90,10 @@ def gae(x: Inputs, o: Options, check: bool) -> tuple[Tensor, Tensor, bool]:
         delta = tm.gae_step(delta, carry, _later(delta, reach, 0.0))
         carry = carry * _later(carry, reach, 1.0)
         reach *= 2
-    if cu_seqlens is not None and not _check.values_of(cu_seqlens):
-        delta = torch.where(_well_formed(cu_seqlens, sequences.length), delta, torch.nan)
 
     advantages = torch.where(valid, delta, 0.0).to(dtype)
     returns = torch.where(valid, delta + value, 0.0).to(dtype)
+    spoil(cu_seqlens, sequences.length, advantages, returns)
     finite = not check or bool((advantages.isfinite() & returns.isfinite()).all())
     if time_major:
         advantages, returns = advantages.t(), returns.t()
@@ -143,9 +142,3 @@ def _later(x: Tensor, distance: int, filler: float) -> Tensor:
     """Return ``x[t + distance]`` along the last dimension, `filler` behind the end."""
     tail = torch.full_like(x[..., :distance], filler)
     return torch.cat([x[..., distance:], tail], -1)
-
-
-def _well_formed(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Return, without reading it back, whether the boundaries are valid."""
-    rising = (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
-    return rising & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total)

@@ -8,6 +8,8 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from ppokern import _backend, _check, _library
+from ppokern._names import Aggregate, KLKind, Ratio
+from ppokern._sequences import spoil
 from ppokern.linear import reference
 from ppokern.linear.op import (
     checked_head,
@@ -97,6 +99,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     loss, stats, *_ = loss_reference.forward(
         x._replace(logprobs=logprobs.view(shape), entropy=entropy, mask=mask), o
     )
+    spoil(x.cu_seqlens, len(valid), *gradients)
     in_hidden, in_weight, in_bias = gradients
     if how.need_hidden:
         in_hidden = in_hidden.view(h.hidden.shape)
@@ -179,11 +182,11 @@ def linear_ppo_loss(
     entropy_stats: bool = False,
     ref_logprobs: Float[Tensor, "*batch"] | None = None,
     kl_coef: float = 0.0,
-    kl_kind: str = "k3",
+    kl_kind: KLKind = "k3",
     dual_clip: float | None = None,
-    ratio: str = "token",
+    ratio: Ratio = "token",
     weights: Float[Tensor, "*batch"] | None = None,
-    aggregate: str = "token_mean",
+    aggregate: Aggregate = "token_mean",
     denominator: float | Tensor | None = None,
     cu_seqlens: Integer[Tensor, " boundaries"] | None = None,
     log_ratio_limit: float | None = 20.0,

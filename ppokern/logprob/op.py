@@ -18,6 +18,7 @@ KERNELS = {
 }
 
 
+@_library.loadable
 class LogProbs(NamedTuple):
     """Log-probs of the selected tokens and the entropies of their distributions, both in nats."""
 

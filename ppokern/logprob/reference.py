@@ -36,7 +36,7 @@ def forward(
     max / temperature + log_sum``.
     """
     shape, logits, softcap, vocab_size = x.token_ids.shape, _rows_of(x.logits), *x[4:]
-    temperature = torch.as_tensor(x.temperature, dtype=dtype)
+    temperature = _scale(x.temperature, dtype)
     found = torch.zeros(x.token_ids.numel(), 4, dtype=dtype, device=logits.device)
     logprobs, entropy, maxima, log_sums = found.unbind(-1)
     ids, valid, bad = _selected(x)
@@ -83,7 +83,7 @@ def backward(
     """
     logprobs, entropy, maxima, log_sums = found.reshape(-1, 4).unbind(-1)
     dtype, logits, result, out = logprobs.dtype, _rows_of(x.logits), out, _rows_of(out)
-    temperature = torch.as_tensor(x.temperature, dtype=dtype)
+    temperature = _scale(x.temperature, dtype)
     softcap, vocab_size = x[4:]
     grad_logprobs, grad_entropy = (
         None if g is None else g.reshape(-1).to(dtype) for g in (grad_logprobs, grad_entropy)
@@ -160,6 +160,12 @@ def _write(out: Tensor, rows: Tensor, values: Tensor, vocab_size: int) -> None:
     out[..., :vocab_size][where] = values.to(out.dtype)
     if vocab_size < out.shape[-1]:
         out[..., vocab_size:][where] = 0.0
+
+
+def _scale(temperature: float | Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(temperature, Tensor):
+        return temperature.to(dtype)
+    return torch.tensor(temperature, dtype=dtype, device="cpu")  # any device reads it
 
 
 def _at(per_token: Tensor, rows: Tensor) -> Tensor:

@@ -1,15 +1,19 @@
 """Packing of padded sequences and back. Plain indexing, which no kernel would make faster."""
 
+from math import inf
+from numbers import Complex, Real
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Integer, Num, Shaped
 from torch import Tensor
 
-from ppokern import _check
-from ppokern._sequences import Sequences
+from ppokern import _check, _library
+from ppokern._names import PADDING_SIDES, PaddingSide
+from ppokern._sequences import Sequences, well_formed
 
 
+@_library.loadable
 class Packed(NamedTuple):
     """Tokens of all sequences in one row, as in flash-attn's variable-length layout."""
 
@@ -36,8 +40,7 @@ def pack(x: Shaped[Tensor, "*batch_and_features"], mask: Bool[Tensor, "*batch"])
         TypeError: a mask that is not bool.
     """
     _check.tensor("mask", mask, (torch.bool,))
-    if not isinstance(x, Tensor):
-        _check.fail("x", "a tensor", type(x).__name__, TypeError)
+    _check.plain("x", x)
     if mask.dim() == 0:
         _check.fail("mask", "shape (B, T)", "a 0-d tensor")
     if x.shape[: mask.dim()] != mask.shape:
@@ -56,7 +59,7 @@ def unpack(
     *,
     length: int | None = None,
     fill: float = 0.0,
-    padding_side: str = "right",
+    padding_side: PaddingSide = "right",
 ) -> Shaped[Tensor, "S length *features"]:
     """Spread a packed row over padded rows, one per sequence.
 
@@ -71,16 +74,18 @@ def unpack(
         ``(S, length, ...)``.
 
     Raises:
-        ValueError: a side, shape or `cu_seqlens` that does not fit; a `length` below the longest
-            sequence (on CUDA without validation floating-point results are NaN instead).
+        ValueError: a side, shape or `cu_seqlens` that does not fit; a `fill` that the dtype does
+            not hold; a `length` below the longest sequence (on CUDA without validation the result
+            is NaN, of floating-point values, instead).
         TypeError: what is no tensor or no integer, or a `cu_seqlens` of another dtype.
     """
-    if not isinstance(values, Tensor):
-        _check.fail("values", "a tensor", type(values).__name__, TypeError)
-    _check.choice("padding_side", padding_side, ("right", "left"))
+    _check.plain("values", values)
+    _check.choice("padding_side", padding_side, PADDING_SIDES)
     if values.dim() == 0:
         _check.fail("values", "shape (total, ...)", "a 0-d tensor")
     _check.cu_seqlens(cu_seqlens, values.shape[:1], values.device)
+    total = len(values)
+    filler = _filler(fill, values)
     lengths = cu_seqlens.diff().long()
     if length is None:
         length = int(lengths.max()) if lengths.numel() else 0
@@ -96,12 +101,13 @@ def unpack(
     inside = (offset >= 0) & (offset < lengths.unsqueeze(-1))
     source = cu_seqlens[:-1].long().unsqueeze(-1) + offset
     extra = (1,) * (values.dim() - 1)
-    if values.shape[0] == 0:
-        return values.new_full((*offset.shape, *values.shape[1:]), fill)
+    if values.shape[0] == 0:  # a row to index, from which nothing is taken
+        values = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
     rows = values[source.clamp(0, values.shape[0] - 1)]
-    rows = torch.where(inside.view(*inside.shape, *extra), rows, _scalar(fill, values))
+    rows = torch.where(inside.view(*inside.shape, *extra), rows, filler)
     if not _check.values_of(lengths) and values.is_floating_point():
-        rows = torch.where((lengths <= length).all(), rows, torch.nan)
+        good = well_formed(cu_seqlens, total) & (lengths <= length).all()
+        rows = torch.where(good, rows, torch.nan)
     return rows
 
 
@@ -155,5 +161,23 @@ def next_token_targets(
     return torch.where(mask, token_ids.roll(-1), _scalar(nothing, token_ids)), mask
 
 
-def _scalar(value: float, like: Tensor) -> Tensor:
+def _filler(fill: float, values: Tensor) -> Tensor:
+    """Return what fills padding, in the dtype of `values`, which has to hold it."""
+    dtype = values.dtype
+    if not isinstance(fill, Complex if dtype.is_complex else Real):
+        _check.fail("fill", "a number", type(fill).__name__, TypeError)
+    if dtype.is_complex:
+        return _scalar(fill, values)
+    if dtype.is_floating_point:
+        held = fill != fill or abs(fill) == inf or abs(fill) <= torch.finfo(dtype).max
+    elif dtype == torch.bool:
+        held = fill in (0, 1)
+    else:
+        held = torch.iinfo(dtype).min <= fill <= torch.iinfo(dtype).max and fill == int(fill)
+    if not held:
+        _check.fail("fill", f"a number that {dtype} holds, as the values are", fill)
+    return _scalar(float(fill) if dtype.is_floating_point else int(fill), values)
+
+
+def _scalar(value: complex, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device)

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ppokern import _check, _launch
+from ppokern import _launch
 from ppokern import token_math_triton as tm
-from ppokern.gae import reference as gae_reference
+from ppokern._sequences import spoil
 from ppokern.ppo_loss import reference
 from ppokern.ppo_loss.reference import Inputs, Options, Output
 
@@ -369,10 +369,7 @@ def forward(x: Inputs, o: Options) -> Output:
             PRESENT=sum((name in names) << i for i, name in enumerate(NAMES)),
             BLOCK=64, num_warps=4,
         )  # fmt: skip
-    if cu_seqlens is not None and not _check.values_of(cu_seqlens):
-        malformed = ~gae_reference._well_formed(cu_seqlens, tokens)
-        for t in out:
-            t.masked_fill_(malformed, torch.nan)
+    spoil(cu_seqlens, tokens, *out)
     return out
 
 

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from ppokern import _backend, _check, _library, token_math
+from ppokern import _backend, _check, _library
+from ppokern._names import AGGREGATES, KL_KINDS, RATIOS, Aggregate, KLKind, Ratio
 from ppokern.ppo_loss import kernel_native, reference
 from ppokern.ppo_loss.reference import Inputs, Options, Output
 
@@ -17,12 +18,11 @@ KERNELS = {
     "cuda": partial(kernel_native.forward, on_cuda=True),
     "triton": "ppokern.ppo_loss.kernel_triton:forward",
 }
-AGGREGATES = ("token_mean", "sequence_mean", "sequence_sum", "sum", "none")
-RATIOS = ("token", "sequence")
 _INPUTS = len(Inputs._fields)
 _OPTIONAL = ("weights", "entropy", "ref_logprobs")
 
 
+@_library.loadable
 class Loss(NamedTuple):
     """A loss and its statistics, detached 0-d tensors taken in the same pass."""
 
@@ -106,12 +106,12 @@ def checked_denominator(
 def checked_options(
     clip_range: float | tuple[float, float] = 0.2,
     dual_clip: float | None = None,
-    ratio: str = "token",
-    aggregate: str = "token_mean",
+    ratio: Ratio = "token",
+    aggregate: Aggregate = "token_mean",
     log_ratio_limit: float | None = None,
     entropy_coef: float = 0.0,
     kl_coef: float = 0.0,
-    kl_kind: str = "k3",
+    kl_kind: KLKind = "k3",
     value_clip_range: float | None = None,
     value_coef: float = 1.0,
 ) -> Options:
@@ -121,7 +121,7 @@ def checked_options(
         _check.fail("clip_range", "a number or (low, high)", clip_range)
     _check.choice("ratio", ratio, RATIOS)
     _check.choice("aggregate", aggregate, AGGREGATES)
-    _check.choice("kl_kind", kl_kind, tuple(token_math.KL))
+    _check.choice("kl_kind", kl_kind, KL_KINDS)
     number = _check.number
     return Options(
         number("clip_range", pair[0]),
@@ -213,9 +213,9 @@ def ppo_policy_loss(
     mask: Bool[Tensor, "*batch"] | None = None,
     clip_range: float | tuple[float, float] = 0.2,
     dual_clip: float | None = None,
-    ratio: str = "token",
+    ratio: Ratio = "token",
     weights: Float[Tensor, "*batch"] | None = None,
-    aggregate: str = "token_mean",
+    aggregate: Aggregate = "token_mean",
     denominator: float | Tensor | None = None,
     cu_seqlens: Integer[Tensor, " boundaries"] | None = None,
     log_ratio_limit: float | None = 20.0,
@@ -296,7 +296,7 @@ def ppo_value_loss(
     *,
     mask: Bool[Tensor, "*batch"] | None = None,
     clip_range: float | None = 0.2,
-    aggregate: str = "token_mean",
+    aggregate: Aggregate = "token_mean",
     denominator: float | Tensor | None = None,
     cu_seqlens: Integer[Tensor, " boundaries"] | None = None,
 ) -> Loss:
@@ -325,6 +325,8 @@ def ppo_value_loss(
 
     Source: OpenAI baselines, ppo2; Engstrom et al. 2020 (arXiv 2005.12729), section 3.
     """
+    if clip_range is not None:
+        clip_range = _check.number("clip_range", clip_range)
     o = checked_options(aggregate=aggregate, value_clip_range=clip_range)
     _check.tensor("values", values)
     checked_tensors(
@@ -360,11 +362,11 @@ def ppo_loss(
     entropy_coef: float = 0.0,
     ref_logprobs: Float[Tensor, "*batch"] | None = None,
     kl_coef: float = 0.0,
-    kl_kind: str = "k3",
+    kl_kind: KLKind = "k3",
     dual_clip: float | None = None,
-    ratio: str = "token",
+    ratio: Ratio = "token",
     weights: Float[Tensor, "*batch"] | None = None,
-    aggregate: str = "token_mean",
+    aggregate: Aggregate = "token_mean",
     denominator: float | Tensor | None = None,
     cu_seqlens: Integer[Tensor, " boundaries"] | None = None,
     log_ratio_limit: float | None = 20.0,

@@ -9,7 +9,7 @@ from torch import Tensor
 from ppokern import _check
 from ppokern import token_math as tm
 from ppokern._library import Coefficient
-from ppokern._sequences import Sequences
+from ppokern._sequences import Sequences, spoil
 
 
 class Inputs(NamedTuple):
@@ -128,7 +128,9 @@ def forward(x: Inputs, o: Options) -> Output:
         slopes.setdefault(name, like.new_empty(0, dtype=dtype))
     loss = parts[0].loss if len(parts) == 1 else parts[0].loss + parts[1].loss
     out = Output(loss, torch.stack([stats[name] for name in stat_names(x, o)]), **slopes)
-    return Output(*(t.contiguous() for t in out))
+    out = Output(*(t.contiguous() for t in out))
+    spoil(x.cu_seqlens, sequences.length, *out)
+    return out
 
 
 def _policy_part(

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ppokern import _check, _launch
+from ppokern import _launch
 from ppokern import token_math_triton as tm
-from ppokern.gae import reference as gae_reference
+from ppokern._sequences import spoil
 
 SHORT, LONG = (16, 64), (1, 1024)  # sequences and tokens of a tile: 4 tokens a thread
 WARPS = 8
@@ -104,8 +104,5 @@ def shaped_rewards(
             *(None if x is None else x.contiguous() for x in tensors), sequences, length, tokens,
             kl_coef, rewards, kl, KL=kl_kind, ROWS=rows, STEPS=steps, num_warps=WARPS,
         )  # fmt: skip
-    if cu_seqlens is not None and not _check.values_of(cu_seqlens):
-        malformed = ~gae_reference._well_formed(cu_seqlens, tokens)
-        rewards.masked_fill_(malformed, torch.nan)
-        kl.masked_fill_(malformed, torch.nan)
+    spoil(cu_seqlens, tokens, rewards, kl)
     return rewards, kl

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from ppokern import _backend, _check, _library, token_math
+from ppokern import _backend, _check, _library
+from ppokern._names import KL_KINDS, KLKind
 from ppokern.reward import reference
 
 # of `shaped_rewards`; `kl_estimate` is one formula per token, plain torch for all
@@ -16,6 +17,7 @@ KERNELS = {
 }
 
 
+@_library.loadable
 class ShapedRewards(NamedTuple):
     """Rewards per token and the KL estimate in them, in nats."""
 
@@ -49,7 +51,7 @@ _kl_op = _library.register(
 def kl_estimate(
     logprobs: Float[Tensor, "*batch"],
     ref_logprobs: Float[Tensor, "*batch"],
-    kind: str = "k1",
+    kind: KLKind = "k1",
     mask: Bool[Tensor, "*batch"] | None = None,
 ) -> Float[Tensor, "*batch"]:
     """Estimate, per token, ``KL(policy || reference)`` from tokens that the policy sampled.
@@ -72,7 +74,7 @@ def kl_estimate(
 
     Source: Schulman 2020, "Approximating KL divergence".
     """
-    _check.choice("kind", kind, tuple(token_math.KL))
+    _check.choice("kind", kind, KL_KINDS)
     _check.tensor("logprobs", logprobs)
     _check.like("ref_logprobs", ref_logprobs, logprobs.shape, logprobs.device)
     _check.mask_like("mask", mask, logprobs.shape, logprobs.device)
@@ -120,7 +122,7 @@ def shaped_rewards(
     mask: Bool[Tensor, "*batch"] | None = None,
     score_mask: Bool[Tensor, "*sequences"] | None = None,
     token_rewards: Float[Tensor, "*batch"] | None = None,
-    kl_kind: str = "k1",
+    kl_kind: KLKind = "k1",
     cu_seqlens: Integer[Tensor, " boundaries"] | None = None,
 ) -> ShapedRewards:
     """Rewards per token: a KL penalty at each, and each sequence's score once, at its last token.
@@ -153,7 +155,7 @@ def shaped_rewards(
     2009.01325).
     """
     kl_coef = _check.number("kl_coef", kl_coef)
-    _check.choice("kl_kind", kl_kind, tuple(token_math.KL))
+    _check.choice("kl_kind", kl_kind, KL_KINDS)
     _check.tensor("logprobs", logprobs)
     shape, device = logprobs.shape, logprobs.device
     _check.like("ref_logprobs", ref_logprobs, shape, device)

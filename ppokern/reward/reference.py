@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ppokern import _check
 from ppokern import token_math as tm
-from ppokern._sequences import Sequences
+from ppokern._sequences import Sequences, spoil
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor | None) -> Tensor:
@@ -50,4 +50,5 @@ def shaped_rewards(
     if rewards.numel():
         scores = torch.where(counts, scores.to(dtype), 0.0).reshape(-1)
         rewards = rewards.reshape(-1).index_add(0, last.reshape(-1), scores).view(kl.shape)
+    spoil(cu_seqlens, sequences.length, rewards, kl)
     return rewards, kl

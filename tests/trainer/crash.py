@@ -96,7 +96,7 @@ def make_stages(folder: Path) -> dict[str, tuple[Any, Any]]:
     (folder / "kind.py").write_text(REWARD)
     data = {"train": f"{folder}/train.jsonl", "heldout": f"{folder}/heldout.jsonl"}
     pairs = {"train": f"{folder}/train_pairs.jsonl", "heldout": f"{folder}/heldout_pairs.jsonl"}
-    steps = {"steps": 30, "max_tokens": 32, "save_every_steps": 3}
+    steps = {"steps": 30, "max_tokens": 32, "save_every_steps": 3, "evaluate_every_steps": 4}
     model, reward_model = f"{folder}/uncut/sft/model", f"{folder}/uncut/reward/model"
     ppo_config = PPOConfig(
         model=model,

@@ -186,7 +186,7 @@ def test_nothing_of_a_pass_is_left_behind() -> None:
     with pytest.raises(IndexError):
         policy(*packed([[1, 2, 99]]))
     torch.testing.assert_close(policy(*packed(ROWS)), before, rtol=0, atol=0)
-    with pytest.raises(TypeError, match="layout"):
+    with pytest.raises(UserError, match="Qwen2Attention is told nothing of the pass"):
         policy.lm(input_ids=torch.tensor([[1, 2]]), use_cache=False)
 
 

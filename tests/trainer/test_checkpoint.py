@@ -1,6 +1,7 @@
 """State: what is written, when it is whole, and what a run needs to go on."""
 
 import ctypes
+import errno
 import json
 import os
 import random
@@ -13,21 +14,31 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+import yaml
 from crash import differences
 from torch import nn
 
 from trainer import __main__ as cli
-from trainer import ppo, reward, sft
-from trainer.checkpoint import Chance, Checkpoints, damage_of, finished, newest_whole
+from trainer import ppo, reward, running, sft
+from trainer.checkpoint import (
+    Chance,
+    Checkpoints,
+    damage_of,
+    finished,
+    new_run,
+    newest_whole,
+    read_config,
+    staged,
+)
 from trainer.config import PPOConfig, RewardConfig, SFTConfig, UserError
-from trainer.data import Order, length_batches, mixed, shuffled
+from trainer.data import Order, epoch_batches, length_batches, mixed, shuffled
 from trainer.metrics import RunLog
 from trainer.optimise import adamw
 
@@ -146,6 +157,7 @@ def test_the_newest_few_are_kept(tmp_path: Path) -> None:
 ORDERS = [
     lambda: shuffled(7, 3),
     lambda: length_batches([5] * 70, 2, 3),
+    lambda: epoch_batches([5] * 70, 2, 3),
     lambda: mixed([3, 5], [1, 2], 3),
 ]
 
@@ -254,7 +266,236 @@ def test_a_run_of_before_is_gone_before_another_begins(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == ["config.yaml"]
 
 
+# --- what is read, and what is not a run's, is never removed ---
+
+
+@pytest.fixture
+def finished_sft(untrained: str, tmp_path: Path) -> Path:
+    """A run's folder with a model in it, as the first stage leaves it."""
+    run_dir = tmp_path / "r"
+    config = SFTConfig(run_dir=str(run_dir), train="t", heldout="h", model="m")
+    with running.locked(run_dir):
+        new_run(config, False, {})
+    shutil.copytree(untrained, run_dir / "model")
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    return run_dir
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    paths = sorted(folder.rglob("*"))
+    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+READS = {
+    "reference": lambda r: {"model": f"{r}/model"},
+    "reference by a link": lambda r: {"model": f"{r.parent}/link/model"},
+    "reference by a link out": lambda r: {"model": f"{r}/policy"},
+    "reference and ..": lambda r: {"model": f"{r}/checkpoints/../model"},
+    "critic": lambda r: {"critic": f"{r}/model"},
+    "reward": lambda r: {"rewards": {f"{r}/model": 1.0}},
+    "reward function": lambda r: {"rewards": {f"{r}/model/mine.py:f": 1.0}},
+    "judge": lambda r: {"judge": f"{r}/model"},
+    "data in": lambda r: {"train": {f"{r}/metrics.jsonl": 1.0}},
+    "held-out data": lambda r: {"heldout": f"{r}/best/rows.jsonl"},
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_a_run_reads_is_never_removed(
+    name: str, finished_sft: Path, text: Path, trained: dict[str, Any]
+) -> None:
+    r = finished_sft
+    (r.parent / "link").symlink_to(r)
+    (r / "policy").symlink_to(trained["model"])
+    for name_of_one in ("best", "checkpoints"):
+        (r / name_of_one).mkdir()
+    (r / "best/rows.jsonl").write_bytes((text / "heldout.jsonl").read_bytes())
+    (r / "metrics.jsonl").write_bytes((text / "train.jsonl").read_bytes())
+    (r / "model/mine.py").write_text("def f(p, c):\n    return [0.0 for _ in c]\n")
+    options: dict[str, Any] = {
+        "model": trained["model"],
+        "train": str(text / "train.jsonl"),
+        "heldout": str(text / "heldout.jsonl"),
+        "rewards": {"math:sqrt": 1.0},
+    } | READS[name](r)
+    before = tree(r)
+    config = PPOConfig(run_dir=str(r), prompt_tokens=2, **options)
+    checkpoints = Checkpoints(config, ppo.inputs(config), {})
+    with pytest.raises(UserError, match=f"the {name.split(' ')[0]}.* is part of the run that"):
+        checkpoints.begin(overwrite=True, resume=False)
+    assert tree(r) == before
+
+
+def test_the_run_before_is_no_model_of_the_run_that_replaces_it(
+    finished_sft: Path, ppo_config: PPOConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, r = tree(finished_sft), str(finished_sft)
+    config = replace(ppo_config, run_dir=r, model=f"{r}/model", critic="", rewards={"math:log": 1})
+    with pytest.raises(UserError, match=r"the reference .* name another run_dir"):
+        ppo.run(config, overwrite=True)
+    assert tree(finished_sft) == before
+    path = finished_sft.parent / "mine.yaml"  # nor is the file of its options
+    (finished_sft / "config.yaml").rename(path)
+    (finished_sft / "config.yaml").symlink_to(path)
+    for given in (path, finished_sft / "config.yaml"):
+        code = cli.main(["sft", f"--config={given}", f"--run_dir={r}", "--overwrite"])
+        assert code == 2
+        told = "the config file" if given != path else "h is not a file"  # a link alone is removed
+        assert given == path or told in capsys.readouterr().err
+    assert path.is_file()
+
+
+@pytest.mark.parametrize("stage", [sft, ppo])
+def test_a_models_own_folder_is_no_run_dir(
+    stage: Any, untrained: str, ppo_config: PPOConfig, text: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(untrained, tmp_path / "model")
+    before = tree(folder)
+    data = {"train": str(text / "train.jsonl"), "heldout": str(text / "heldout.jsonl")}
+    config: Any = SFTConfig(run_dir=str(folder), model=str(folder), max_tokens=32, **data)
+    if stage is ppo:
+        config = replace(ppo_config, run_dir=str(folder))
+    with pytest.raises(UserError, match=r"is a model's own folder, with a config\.json"):
+        stage.run(config, overwrite=True)
+    assert tree(folder) == before
+
+
+@pytest.mark.parametrize("name", ["model", "checkpoints", "metrics.jsonl", "x.partial"])
+def test_a_folder_that_no_run_made_is_left_alone(name: str, tmp_path: Path) -> None:
+    """It may hold a folder of one's own by the name `model`, and another program's config.yaml."""
+    folder = tmp_path / "mine"
+    (folder / name).mkdir(parents=True)
+    (folder / name / "letter.txt").write_text("dear")
+    small = Small(tmp_path, "mine")
+    for content in (None, "port: 80\n"):
+        if content:
+            (folder / "config.yaml").write_text(content)
+        before = tree(folder)
+        for overwrite in (False, True):
+            with pytest.raises(UserError, match=f"mine has .*{name}.* is no run's folder"):
+                small.checkpoints().begin(overwrite=overwrite, resume=False)
+            assert tree(folder) == before
+
+
+def test_of_a_link_the_link_is_replaced(tmp_path: Path) -> None:
+    small = Small(tmp_path)
+    small.run(1, 2)
+    for name in ("model", "policy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kept").touch()
+        (tmp_path / "run" / name).symlink_to(tmp_path / name)
+    (tmp_path / "run/best").symlink_to(tmp_path / "nowhere")
+    with staged(tmp_path / "run/model") as aside:
+        (aside / "new").touch()
+    small.checkpoints().begin(overwrite=True, resume=False)
+    assert names(tmp_path / "run") == ["config.yaml"]
+    assert names(tmp_path / "model") == names(tmp_path / "policy") == ["kept"]
+
+
+def test_options_of_a_run_are_read_as_those_of_the_command_line(tmp_path: Path) -> None:
+    small = Small(tmp_path)
+    small.run(1, 2)
+    path = tmp_path / "run/config.yaml"
+    content = path.read_bytes()
+    changes = {
+        b"steps: many": r"config\.yaml: Parser key \"steps\"",
+        b"steps: \xff": "cannot be read",
+        b"\t- :": "cannot be read",
+        b"scratch: {family: gpt5}": "scratch",
+    }
+    for change, sentence in changes.items():
+        path.write_bytes(content + change)
+        with pytest.raises(UserError, match=sentence):
+            read_config(str(tmp_path / "run"))
+    path.write_bytes(content.replace(b"steps: 9", b"steps: null"))
+    with pytest.raises(UserError, match="steps must have a value: it is null"):
+        sft.run(read_config(str(tmp_path / "run")), resume=True)
+    path.write_bytes(content)
+    assert read_config(str(tmp_path / "run")) == small.config
+
+
 # --- a full disk, and a kill in the midst of writing ---
+
+
+@pytest.mark.parametrize("kind", ["file", "broken link", "long", "read-only", "below a file"])
+def test_a_run_dir_that_cannot_be_made_is_one_sentence(
+    kind: str, ppo_config: PPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`read-only` as the system says it: root may write in spite of a folder's mode."""
+    inner, file = Path.mkdir, tmp_path / "file"
+    file.write_text("kept")
+    run_dir = {"file": file, "below a file": file / "run", "long": tmp_path / ("x" * 300)}.get(
+        kind, tmp_path / "run"
+    )
+    sentence = {
+        "file": "is not a folder: name another run_dir",
+        "broken link": "is not a folder: name another run_dir",
+        "long": "could not be written: File name too long",
+        "read-only": "could not be written: Read-only file system",
+        "below a file": "could not be written: Not a directory",
+    }[kind]
+    if kind == "broken link":
+        run_dir.symlink_to(tmp_path / "nowhere")
+
+    def mkdir(path: Path, *args: Any, **options: Any) -> None:
+        if path == run_dir and kind == "read-only":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        inner(path, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(UserError, match=sentence):
+        ppo.run(replace(ppo_config, run_dir=str(run_dir)), overwrite=True)
+    assert file.read_text() == "kept"
+    assert not (tmp_path / "nowhere").exists()
+    if kind == "long":
+        with pytest.raises(UserError, match="is not the folder of a run"):
+            read_config(str(run_dir))
+
+
+@pytest.mark.parametrize("name", ["policy", "samples.json", "metrics.jsonl"])
+def test_a_disk_that_is_full_at_the_end_of_a_run_loses_nothing(
+    name: str, ppo_config: PPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = replace(ppo_config, run_dir=str(tmp_path / "whole"), save_every_updates=1)
+    ppo.run(whole)
+    config, inner = replace(whole, run_dir=ppo_config.run_dir), os.fsync
+    log_write, steps = RunLog.write, []
+
+    def fsync(handle: int) -> None:
+        where = os.readlink(f"/proc/self/fd/{handle}")
+        if where.startswith(f"{config.run_dir}/{name}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        inner(handle)
+
+    def write(log: RunLog, step: int, *rest: Any) -> None:
+        log_write(log, step, *rest)
+        if name == "metrics.jsonl" and step == 2:
+            steps.append(step)
+
+    def sync(log: RunLog) -> int:
+        if steps:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return log_sync(log)
+
+    log_sync = RunLog.sync
+    with monkeypatch.context() as patch:
+        if name == "metrics.jsonl":
+            patch.setattr(RunLog, "write", write)
+            patch.setattr(RunLog, "sync", sync)
+        else:
+            patch.setattr(os, "fsync", fsync)
+        assert cli.main(argv_of(config, tmp_path)) == 2
+    newest = newest_whole(Path(config.run_dir, "checkpoints"))
+    assert newest is not None and int(newest.name) == (1 if name == "metrics.jsonl" else 2)
+    assert not list(Path(config.run_dir).glob("*.partial"))
+    assert cli.main(["resume", config.run_dir]) == 0
+    assert differences(Path(whole.run_dir), Path(config.run_dir)) == []
+
+
+def argv_of(config: PPOConfig, folder: Path) -> list[str]:
+    path = folder / "options.yaml"
+    path.write_text(yaml.safe_dump(asdict(config)))
+    return ["ppo", f"--config={path}"]
 
 
 def is_a_whole_run(small: Small, last: int) -> None:
@@ -281,7 +522,7 @@ def test_a_write_that_fails_leaves_what_was_there(
     largest = max(path.stat().st_size for path in (small.folder / "00000002").iterdir())
     sizes = [0, 1, 100, *range(300, largest, largest // 9)]
     for size in sizes:
-        with pytest.raises(UserError, match=r"00000003 could not be written.*resume"):
+        with pytest.raises(UserError, match=r"00000003 could not be written: is the disk full"):
             small.save(3, lambda size=size: limit(size))
         limit(resource.RLIM_INFINITY)
         assert names(small.folder) == ["00000001", "00000002"]
@@ -330,9 +571,9 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
             (disk / "filler").unlink()
             assert names(small.folder) == ["00000001"]
             assert small.checkpoints().begin(overwrite=False, resume=True) == 1
-        for step in range(2, 10):  # there is room for one more than are kept
+        for step in range(2, 9):  # there is room for one more than are kept
             small.save(step)
-        assert small.checkpoints().begin(overwrite=False, resume=True) == 9
+        assert small.checkpoints().begin(overwrite=False, resume=True) == 8
 
     if in_fork(mounted):
         pytest.skip("only root may mount a small file system")
@@ -625,7 +866,7 @@ def test_what_follows_a_run_follows_a_resumed_one(
     with pytest.raises(Cut):
         ppo.run(adaptive)
     assert cli.main(["export", run_dir, str(out)]) == 2
-    assert "is not finished: go on with `resume" in capsys.readouterr().err
+    assert "is not finished: go on with `python -m trainer resume" in capsys.readouterr().err
     assert cli.main(["resume", run_dir]) == 0
     assert cli.main(["sample", run_dir, "--prompt", "the film"]) == 0
     assert cli.main(["report", run_dir]) == 0

@@ -21,6 +21,7 @@ from trainer import evaluation, ppo, scoring
 from trainer.check import check_sums
 from trainer.config import CheckFailed, PPOConfig, UserError
 from trainer.data import read_prompts, write_rows
+from trainer.evaluation import Evaluation
 from trainer.experience import Experience
 from trainer.metrics import Metrics
 from trainer.models import ValueHead, load_policy
@@ -312,6 +313,20 @@ def test_the_best_policy_is_kept_by_the_metric_that_was_named(
     assert [row["eval/best"] for row in rows] == [1, 3, 3, 3]
 
 
+def test_a_verdict_that_is_nan_is_never_the_best(
+    evaluated: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = iter([math.nan, 2.0, math.nan, 1.0])
+    monkeypatch.setattr(Evaluation, "measure", lambda self, p, ref, rewards, metrics: metrics.add(
+        "eval/judge", next(verdicts)
+    ))  # fmt: skip
+    config = replace(evaluated, best_metric="eval/judge")
+    ppo.run(config)
+    assert [row.get("eval/best") for row in rows_of(config)] == [None, 2, 2, 2]
+    kept = torch.load(f"{config.run_dir}/checkpoints/00000004/evaluation.pt", weights_only=True)
+    assert kept == {"best": 2.0}
+
+
 def test_an_evaluation_is_what_held_out_prompts_say(evaluated: PPOConfig) -> None:
     """The same numbers as `respond`, on the same prompts, with the same chance."""
     ppo.run(replace(evaluated, updates=1))
@@ -337,8 +352,8 @@ def test_held_out_prompts_leave_room_in_the_judges_context(
     """A judge that reads less than the policy: longer prompts are left out, or none would fit."""
     inner, asked = scoring.load_scorer, []
 
-    def short(folder: str) -> Any:
-        scorer = inner(folder)
+    def short(folder: str, *args: Any) -> Any:
+        scorer = inner(folder, *args)
         if folder == judge:
             scorer.model.config.max_position_embeddings = context
         return scorer
@@ -434,5 +449,6 @@ def test_the_penaltys_weight_stands_where_every_response_was_left_out(
 ) -> None:
     monkeypatch.setattr(ppo, "stop_ids", lambda *args: [])
     config = replace(ppo_config, objective="penalty", truncation="drop", updates=3)
-    ppo.run(config)
+    with pytest.raises(CheckFailed, match="has learned nothing"):
+        ppo.run(config)
     assert [row["penalty_coef"] for row in rows_of(config)] == [1.0, 1.0, 1.0]

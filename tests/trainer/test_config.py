@@ -27,7 +27,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (GOOD_PPO, {"run_dir": ""}, "run_dir is missing"),
     (GOOD_PPO, {"train": ""}, "train is missing"),
     (GOOD_PPO, {"model": ""}, "model is missing"),
-    (GOOD_PPO, {"rewards": {}}, "rewards is empty"),
+    (GOOD_PPO, {"rewards": {}}, "rewards is missing"),
     (GOOD_PPO, {"rewards": {"f.py:f": float("nan")}}, "weight of each part must be a number"),
     (GOOD_PPO, {"rewards": {"f.py:f": float("inf")}}, "weight of each part must be a number"),
     (GOOD_PPO, {"updates": 0}, "updates must be positive"),
@@ -76,7 +76,12 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (GOOD_PPO, {"samples_per_prompt": 3}, "multiple of samples_per_prompt"),
     (GOOD_PPO, {"minibatches": 65}, "minibatches is 65, more than episodes_per_update, 64"),
-    (GOOD_SFT, {"heldout": ""}, "heldout is missing"),
+    (GOOD_SFT, {"epochs": 0.0}, "epochs must be positive"),
+    (GOOD_SFT, {"epochs": float("nan")}, "epochs must be positive"),
+    (GOOD_SFT, {"evaluate_every_steps": 0}, "evaluate_every_steps must be positive"),
+    (GOOD_SFT, {"lora_rank": 2}, "lora_rank needs a model to start from"),
+    (GOOD_REWARD, {"lora_rank": 0}, "lora_rank must be positive"),
+    (GOOD_REWARD, {"lora_alpha": 8.0}, "lora_alpha has no effect without a lora_rank"),
     (GOOD_SFT, {"steps": 0}, "steps must be positive"),
     (GOOD_SFT, {"max_tokens": 1}, "max_tokens must be at least 2"),
     (GOOD_SFT, {"max_tokens": 65}, "more than scratch.context_tokens, 64"),
@@ -141,6 +146,10 @@ COMMON: dict[str, Change] = {
 SUPERVISED: dict[str, Change] = COMMON | {
     "max_tokens": ({}, {"max_tokens": 11}),
     "steps": ({}, {"steps": 4}),
+    "epochs": ({"steps": 1000, "epochs": 0.2}, {"epochs": 0.4}),
+    "evaluate_every_steps": ({}, {"evaluate_every_steps": 2}),
+    "lora_rank": ({}, {"lora_rank": 2}),
+    "lora_alpha": ({"lora_rank": 2}, {"lora_alpha": 1.0}),
     "learning_rate": ({}, {"learning_rate": 1e-4}),
     "warmup_steps": ({}, {"warmup_steps": 1}),
     "weight_decay": ({}, {"weight_decay": 1.0}),
@@ -275,6 +284,9 @@ def test_every_option_has_an_effect(
 ) -> None:
     if option.startswith("lora"):
         pytest.importorskip("peft", reason="needs the extra lora")
+    if option.startswith("lora") and stage == "sft":  # needs a model to start from
+        start = {"model": bases["ppo"][1].model, "scratch": Scratch()}
+        bases[stage] = (sft.run, replace(bases[stage][1], **start))
     if option == "tracker":  # a stand-in: it says that it was called
         tracked = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: print("tracked"))
         stub = SimpleNamespace(__spec__="", init=lambda **_: tracked)
@@ -318,6 +330,16 @@ def test_every_option_of_a_model_from_scratch_has_an_effect(
     }
     name, value = names[next(iter(change))]
     assert made[name] == value
+
+
+def test_epochs_are_steps_and_are_not_given_beside_others() -> None:
+    config = replace(GOOD_SFT, epochs=3.0, sequences_per_step=32)
+    assert config.counted(100).steps == 12  # four steps an epoch, the last of four rows
+    assert replace(config, epochs=0.01).counted(100).steps == 1
+    assert config.counted(100).counted(100) == config.counted(100)  # as config.yaml has them
+    assert GOOD_SFT.counted(100).steps == 1000
+    with pytest.raises(UserError, match="steps is 50, but 3 epochs of 100 rows are 12: give one"):
+        replace(config, steps=50).counted(100)
 
 
 def test_no_option_is_left_out() -> None:

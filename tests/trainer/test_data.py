@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.config import UserError
 from trainer.data import (
     Encoder,
+    epoch_batches,
     length_batches,
     micro_batches,
     mixed,
@@ -83,6 +84,13 @@ def tokens(ids: list[int]) -> str:
             6,
         ),
         ({"text": [{"role": "user", "content": "a"}]}, "<s><user>a</s>", 1),
+        # an end inside is part of the text, and only one at the very end is the end
+        ({"text": "ab</s>c"}, "<s>ab</s>c</s>", 1),
+        ({"text": "ab</s>c</s>"}, "<s>ab</s>c</s>", 1),
+        ({"text": "a</s>\n"}, "<s>a</s>\n</s>", 1),
+        ({"prompt": "a</s>", "completion": "b</s>c"}, "<s>a</s>b</s>c</s>", 3),
+        ({"text": [{"role": "user", "content": "a</s>b"}]}, "<s><user>a</s>b</s>", 1),
+        ({"text": ""}, "<s></s>", 1),
     ],
 )
 def test_examples(words: Any, tmp_path: Path, row: dict, ids: str, start: int) -> None:
@@ -91,12 +99,89 @@ def test_examples(words: Any, tmp_path: Path, row: dict, ids: str, start: int) -
     assert example.start == start
 
 
-def test_never_a_second_bos_from_a_template(words: Any, tmp_path: Path) -> None:
-    words.chat_template = "<s>" + TEMPLATE
-    (prompt,) = read_prompts(
-        file(tmp_path, {"prompt": [{"role": "user", "content": "a"}]}), words, None, 99
+def begins_with(tokenizer: Any, start: str, bos: str) -> None:
+    """Makes a tokenizer begin each text so."""
+    single = processors.TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(bos, WORDS.index(bos))]
     )
-    assert tokens(prompt.ids) == "<s><user>a</s>\n<assistant>"
+    tokenizer.backend_tokenizer.post_processor = single
+
+
+SAID = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize("begins", ["template", "tokenizer", "text"])
+def test_never_a_second_bos(words: Any, tmp_path: Path, begins: str) -> None:
+    """Whoever would put two: there is one before a text, a prompt, a pair, and chat messages."""
+    own = "<s><s>" if begins == "text" else ""
+    if begins == "template":
+        words.chat_template = "<s>" + TEMPLATE
+    if begins == "tokenizer":
+        begins_with(words, "<s> <s>", "<s>")
+        assert words("a").input_ids == [1, 1, 5]
+    rows = [
+        {"text": f"{own}ab"},
+        {"prompt": f"{own}a", "completion": f"{own}b"},
+        {"prompt": SAID, "completion": "b"},
+        {"text": SAID},
+    ]
+    found = [tokens(x.ids) for x in read_examples(file(tmp_path, *rows), words, 99)]
+    chat = "<s><user>a</s>\n<assistant>b</s>"
+    assert found == ["<s>ab</s>", "<s>ab</s>", chat, "<s><user>a</s>"]
+    prompts = read_prompts(file(tmp_path, {"prompt": f"{own}a"}, {"prompt": SAID}), words, None, 99)
+    assert [tokens(x.ids) for x in prompts] == ["<s>a", "<s><user>a</s>\n<assistant>"]
+    (prompt,) = read_prompts(file(tmp_path, {"text": f"{own}abc"}), words, 2, 99)
+    assert tokens(prompt.ids) == "<s>ab"
+
+
+def test_a_bos_that_is_the_eos_stays(words: Any, tmp_path: Path) -> None:
+    """As of OPT: one token begins a text and ends it."""
+    words.bos_token = "</s>"
+    begins_with(words, "</s>", "</s>")
+    words.chat_template = TEMPLATE.replace("<s>", "</s>", 1)
+    rows = [
+        {"text": "ab"},
+        {"text": "</s>ab</s>"},
+        {"text": "a</s>b"},
+        {"text": ""},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "</s>a", "completion": "</s>b</s>"},
+        {"prompt": SAID, "completion": "b"},
+    ]
+    found = read_examples(file(tmp_path, *rows), words, 99)
+    chat = "</s><user>a</s>\n<assistant>b</s>"
+    assert [tokens(x.ids) for x in found] == [
+        "</s>ab</s>", "</s>ab</s>", "</s>a</s>b</s>", "</s></s>",
+        "</s>ab</s>", "</s>ab</s>", chat,
+    ]  # fmt: skip
+    assert [x.start for x in found] == [1, 1, 1, 1, 2, 2, 6]
+    (prompt,) = read_prompts(file(tmp_path, {"text": "abc"}), words, 2, 99)
+    assert tokens(prompt.ids) == "</s>ab"
+
+
+def test_a_bos_that_is_the_eos_and_begins_no_text(words: Any, tmp_path: Path) -> None:
+    """As of GPT-2: it stands between the turns of a dialogue, and none of them is lost."""
+    words.bos_token = "</s>"
+    words.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
+    rows = [
+        {"text": "a</s>b"},
+        {"prompt": "a", "completion": "</s>b"},
+        {"prompt": "a</s>", "completion": "b"},
+        {"text": "</s>a"},
+    ]
+    found = [tokens(x.ids) for x in read_examples(file(tmp_path, *rows), words, 99)]
+    assert found == ["a</s>b</s>", "a</s>b</s>", "a</s>b</s>", "</s>a</s>"]
+
+
+def test_a_turn_behind_the_last_end_is_kept(words: Any, tmp_path: Path) -> None:
+    """A template that ends the assistant's turns alone: the user's last one has no end."""
+    words.chat_template = (
+        "<s>{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% if m.role == 'assistant' %}</s>\n{% endif %}{% endfor %}"
+    )
+    turns = [*SAID, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    (example,) = read_examples(file(tmp_path, {"text": turns}), words, 99)
+    assert tokens(example.ids) == "<s><user>a<assistant>b</s>\n<user>c</s>"
 
 
 def test_tokenizer_without_bos_gets_none(words: Any, tmp_path: Path) -> None:
@@ -118,6 +203,17 @@ def test_pairs(words: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "chosen": "b", "rejected": "cc"}]
     (pair,) = read_pairs(file(tmp_path, *rows), words, 99)
     assert (tokens(pair.chosen), tokens(pair.rejected)) == ("<s>ab</s>", "<s>acc</s>")
+
+
+def test_pairs_with_nothing_to_prefer_are_left_out(
+    words: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = {"prompt": "a", "chosen": "b", "rejected": "b</s>"}
+    path = file(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}, same)
+    assert len(read_pairs(path, words, 99)) == 1
+    assert "1 of 2 rows left out: one text for chosen and rejected" in capsys.readouterr().out
+    with pytest.raises(UserError, match="every row has one text for chosen and rejected"):
+        read_pairs(file(tmp_path, same, same), words, 99)
 
 
 def test_prompts_keep_other_columns(words: Any, tmp_path: Path) -> None:
@@ -157,7 +253,7 @@ def test_long_rows_are_left_out_and_counted(
 ) -> None:
     path = file(tmp_path, {"text": "a" * 8}, {"text": "a" * 9})
     assert len(read_examples(path, words, 10)) == 1
-    assert "1 of 2 rows left out, longer than 10 tokens" in capsys.readouterr().out
+    assert "1 of 2 rows left out: more than 10 tokens" in capsys.readouterr().out
     with pytest.raises(UserError, match="every row has more than 9 tokens"):
         read_examples(path, words, 9)
 
@@ -175,6 +271,19 @@ def test_long_rows_are_left_out_and_counted(
         ('{"text": ["a"]}', "line 1: needs 'prompt' or 'text', texts or lists of messages"),
         ('{"text": [{"content": "a"}]}', "line 1: needs 'prompt' or 'text', texts or lists of"),
         (b'{"text": "a"}\n{"text": "\xff"}', "line 2: not UTF-8"),
+        ('{"text": "a"}\n{"text": "\\ud83d"}', "line 2: not UTF-8 .surrogates not allowed"),
+        ('{"text": "a", "note": ["\\ud83d"]}', "line 1: not UTF-8 .surrogates not allowed"),
+        ('{"text": "a"}\n' + "[" * 20000, "line 2: JSON that is too much"),
+        ('{"text": "a"}\n{"text": %s}' % ("1" * 5000), "line 2: JSON that is too much"),
+        ('{"text": [{"role": "user"}]}', "message whose content must be a text, got none"),
+        ('{"text": [{"role": "user", "content": null}]}', "content must be a text, got None"),
+        (
+            '{"text": "a"}\n{"text": [{"role": "user", "content": [{"type": "text"}]}]}',
+            r"line 2: .*content must be a text, got \[",
+        ),
+        ('{"text": [{"role": 5, "content": "a"}]}', "whose role must be a text, got 5"),
+        ('{"text": 5, "prompt": "b"}', "line 1: needs .*; text is 5"),
+        ('{"text": "a", "prompt": "b"}', "line 1: it has 'prompt' and 'text': which is it"),
     ],
 )
 def test_bad_files(tmp_path: Path, content: str | bytes, sentence: str) -> None:
@@ -182,6 +291,77 @@ def test_bad_files(tmp_path: Path, content: str | bytes, sentence: str) -> None:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=sentence):
         read_rows(str(path), "prompt", "text")
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"text": 5, "prompt": "a", "completion": "b"}, "text is 5"),
+        ({"text": "a", "prompt": "a", "completion": "b"}, "has 'text' and 'prompt completion'"),
+        ({"text": "a", "prompt": "a", "completion": ["b"]}, "completion has 'b' for a message"),
+    ],
+)
+def test_a_row_is_one_thing_or_the_other(
+    words: Any, tmp_path: Path, row: dict, sentence: str
+) -> None:
+    with pytest.raises(UserError, match=f"line 2: .*{sentence}"):
+        read_examples(file(tmp_path, {"text": "a"}, row), words, 99)
+
+
+def test_half_of_what_the_other_contract_needs_is_another_column(
+    words: Any, tmp_path: Path
+) -> None:
+    (example,) = read_examples(file(tmp_path, {"text": "a", "prompt": "b"}), words, 99)
+    assert tokens(example.ids) == "<s>a</s>"
+
+
+def test_a_byte_order_mark_is_read(words: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n')
+    assert read_rows(str(path), "text") == [{"text": "a"}, {"text": "b"}]
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "\\ud83d\\ude00"}\n')
+    assert read_rows(str(path), "text") == [{"text": "\U0001f600"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7].content }}", "UndefinedError"),
+        ("{% for %}", "TemplateSyntaxError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("", "chat template"),
+        ("{% if no %}a{% endif %}", "makes nothing of the messages"),
+    ],
+)
+@pytest.mark.parametrize("read", ["examples", "pairs", "prompts"])
+def test_what_a_template_raises_is_told_with_its_row(
+    words: Any, tmp_path: Path, template: str, why: str, read: str
+) -> None:
+    words.chat_template = template
+    second = {"prompt": SAID, "completion": "b", "chosen": "b", "rejected": "c"}
+    first = second | {"prompt": "a"}
+    del first["completion"], second["completion"]
+    if read == "examples":
+        first, second = {"text": "a"}, {"text": SAID}
+    path = file(tmp_path, first, second)
+    with pytest.raises(UserError, match=rf"rows\.jsonl, line 2: .*{why}"):
+        if read == "prompts":
+            read_prompts(path, words, None, 99)
+        else:
+            (read_examples if read == "examples" else read_pairs)(path, words, 99)
+
+
+def test_what_a_tokenizer_raises_is_told_with_its_row(words: Any, tmp_path: Path) -> None:
+    inner = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="?"))  # which it lacks
+    lacking = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    path = file(tmp_path, {"text": "a"}, {"text": "b"})
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 2: .*UNK"):
+        read_examples(path, lacking, 99)
 
 
 def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
@@ -208,6 +388,24 @@ def test_an_epoch_is_a_permutation() -> None:
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
     assert first == [row for row, _ in zip(shuffled(10, seed=3), range(10), strict=False)]
+
+
+@pytest.mark.parametrize("count", [10, 33, 100])
+def test_a_batch_of_few_rows_has_none_over_and_over(count: int) -> None:
+    batches = length_batches(list(range(count)), 10, 0)
+    for batch in itertools.islice(batches, count // 10):
+        assert len(set(batch)) == 10
+
+
+def test_an_epoch_has_each_row_once() -> None:
+    lengths = [1 + row % 9 for row in range(103)]
+    batches, epochs = epoch_batches(lengths, 10, 0), []
+    for _ in range(3):
+        epochs.append([next(batches) for _ in range(11)])
+        assert sorted(row for batch in epochs[-1] for row in batch) == list(range(103))
+        assert sorted(map(len, epochs[-1])) == [3, *[10] * 10]
+        assert all(lengths[b[-1]] - lengths[b[0]] <= 1 for b in epochs[-1])
+    assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_length_batches_are_alike_in_length() -> None:

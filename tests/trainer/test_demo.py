@@ -88,7 +88,7 @@ def test_the_demo_runs_again_and_keeps_the_one_before(own: list[str], tmp_path: 
             (run_dir / name).unlink(missing_ok=True)
         if unfinished:
             (run_dir / "summary.json").write_text(unfinished)
-        demo.make_room(run_dir)
+        demo.make_room(run_dir, {})
         assert not run_dir.exists()
         assert json.loads((previous / "summary.json").read_text()) == written[-2]
 
@@ -101,6 +101,30 @@ def test_a_folder_that_is_no_demo_is_left_alone(
     assert cli.main(["demo", *TINY, *own]) == 2
     assert "holds something that is not a demo" in capsys.readouterr().err
     assert (tmp_path / "demo/letter.txt").read_text() == "dear"
+
+
+def test_a_demo_removes_nothing_but_a_demo(tmp_path: Path) -> None:
+    """A folder of one's own may have the same names in it, and what is read may lie in a demo."""
+    run_dir, previous = tmp_path / "demo", tmp_path / "demo.previous"
+    for folder in (run_dir, previous):
+        (folder / "data").mkdir(parents=True)
+        (folder / "data/train.jsonl").touch()
+    (run_dir / "report.html").touch()
+    for kept in (previous / "letter.txt", previous / "data/letter.txt"):
+        kept.touch()
+        with pytest.raises(UserError, match="previous holds something that is not a demo"):
+            demo.make_room(run_dir, {})
+        kept.unlink()
+    (run_dir / "report.html").unlink()
+    (run_dir / "letter.txt").touch()
+    with pytest.raises(UserError, match="demo holds something that is not a demo"):
+        demo.make_room(run_dir, {})
+    (run_dir / "letter.txt").unlink()
+    with pytest.raises(UserError, match=r"the text \(.*train\.jsonl\) is in .*demo"):
+        demo.make_room(run_dir, {"text": str(run_dir / "data/../data/train.jsonl")})
+    assert (run_dir / "data/train.jsonl").exists() and (previous / "data/train.jsonl").exists()
+    demo.make_room(run_dir, {"text": str(tmp_path / "mine.txt")})
+    assert not run_dir.exists() and previous.exists()
 
 
 @pytest.mark.parametrize(

@@ -24,15 +24,21 @@ from torch.distributed.tensor import DTensor
 
 from ppokern import linear_selected_logprobs
 from trainer import distributed, heartbeat, ppo, reward, sft
-from trainer.config import PPOConfig, RewardConfig, SFTConfig
+from trainer.checkpoint import damage_of
+from trainer.config import PPOConfig, RewardConfig, SFTConfig, Stopped
 from trainer.data import packed
 from trainer.metrics import VARYING, Metrics
 from trainer.optimise import adamw
 
-ROUNDED = "optimizer policy_optimizer critic_optimizer kl_controller reward_scaling".split()
+ROUNDED = "optimizer policy_optimizer critic_optimizer kl_controller reward_scaling best".split()
 STAGES: dict[type, Any] = {PPOConfig: ppo, SFTConfig: sft, RewardConfig: reward}
 WAYS = ("ddp", "fsdp")
-BACK = ("ppo", "ppo_lora")  # saved by two, gone on with by one, and the other way round
+BACK = (
+    "ppo",
+    "ppo_lora",
+    "sft_lora",
+    "reward_lora",
+)  # saved by two, gone on with by one, and the other way round
 REWARD = """
 import os, signal, time
 
@@ -63,6 +69,12 @@ def orphaned(prompts, completions):
     if os.environ["RANK"] == "1":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
+    return vowels(prompts, completions)
+
+
+def signalled(prompts, completions):
+    if os.environ.get("RANK", "0") == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
     return vowels(prompts, completions)
 
 
@@ -114,7 +126,11 @@ def configs(text: Path, untrained: str, tmp_path_factory: pytest.TempPathFactory
         "max_tokens": 32,
         "save_every_steps": 2,
         "max_tokens_per_micro_batch": 50,
+        "evaluate_every_steps": 1,
     }
+    # the second step goes too far: the best model is that of the first; no rows are held out
+    adapters: Any = {"lora_rank": 2, "steps": 2, "save_every_steps": 1, "warmup_steps": 0}
+    adapters |= {"heldout": "", "epochs": 0.05}
     ppo_config = PPOConfig(
         model=untrained,
         rewards={f"{source}:vowels": 1.0},
@@ -155,7 +171,16 @@ def configs(text: Path, untrained: str, tmp_path_factory: pytest.TempPathFactory
         "ppo_empty": replace(ppo_config, episodes_per_update=1, minibatches=1),
         "ppo_penalty": replace(ppo_config, objective="penalty", penalty_target_per_token=1e-4),
     } | (
-        {"ppo_lora": lora, "ppo_lora_empty": replace(lora, episodes_per_update=1, minibatches=1)}
+        {
+            "ppo_lora": lora,
+            "ppo_lora_empty": replace(lora, episodes_per_update=1, minibatches=1),
+            "sft_lora": SFTConfig(
+                **data | steps | adapters, sequences_per_step=5, learning_rate=0.03
+            ),
+            "reward_lora": RewardConfig(
+                **pairs | steps | adapters, pairs_per_step=5, learning_rate=0.3
+            ),
+        }
         if importlib.util.find_spec("peft")
         else {}
     )
@@ -169,6 +194,19 @@ def do_all(configs: dict[str, Any], folder: Path, rank: int) -> None:
             start(config, folder / way / name, parallel=way)
         for name in filter(configs.__contains__, BACK):
             start(configs[name], folder / way / f"{name}_back", resume=True, parallel=way)
+        signalled(configs["ppo"], folder / way / "signalled", way, rank)
+
+
+def signalled(config: PPOConfig, run_dir: Path, way: str, rank: int) -> None:
+    """One of two processes is sent a signal: both end the run after its first update."""
+    (source,) = config.rewards
+    os.environ["RANK"] = str(rank)
+    source = source.replace("vowels", "signalled")
+    options = {"rewards": {source: 1.0}, "parallel": way, "save_every_updates": 5, "updates": 5}
+    try:
+        start(config, run_dir, **options)
+    except Stopped as stop:
+        Path(f"{run_dir} {rank}").write_text(f"{stop.code} {stop}")
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +226,7 @@ def runs(configs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def cut(run: Path, copy: Path) -> None:
-    """A copy of a PPO run as it was after its first update."""
+    """A copy of a run as it was after its first update or step."""
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints/00000002")
 
@@ -216,11 +254,11 @@ def assert_same(run: Path, other: Path) -> None:
             assert plain(a) == plain(b)  # data order, generators: nothing to round
 
 
-STAGE = "sft reward ppo ppo_choices ppo_penalty ppo_lora".split()
+STAGE = "sft reward ppo ppo_choices ppo_penalty ppo_lora sft_lora reward_lora".split()
 
 
 def needs(stage: str) -> None:
-    if stage.startswith("ppo_lora"):
+    if "_lora" in stage:
         pytest.importorskip("peft", reason="needs the extra lora")
 
 
@@ -250,6 +288,26 @@ def test_a_run_saved_by_two_is_gone_on_with_by_one(runs: Path, stage: str, way: 
 def test_a_run_saved_by_one_is_gone_on_with_by_two(runs: Path, stage: str, way: str) -> None:
     needs(stage)
     assert_same(runs / "one" / stage, runs / way / f"{stage}_back")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_signal_to_one_process_ends_the_run_of_all(runs: Path, way: str) -> None:
+    run_dir = runs / way / "signalled"
+    resume = f"`torchrun --nproc-per-node=2 -m trainer resume {run_dir}` goes on"
+    for rank in (0, 1):
+        told = Path(f"{run_dir} {rank}").read_text()
+        assert told == f"143 {run_dir} stopped after step 1: {resume}"
+    assert len(lines(run_dir)) == 1
+    assert damage_of(run_dir / "checkpoints/00000001") == ""
+
+
+@pytest.mark.parametrize("way", ("one", *WAYS))
+@pytest.mark.parametrize("stage", ["sft_lora", "reward_lora"])
+def test_the_best_model_is_not_the_last(runs: Path, stage: str, way: str) -> None:
+    """Else the comparison above would not be of what is kept."""
+    needs(stage)
+    first, second = lines(runs / way / stage)
+    assert first["eval/best"] == second["eval/best"] == first["eval/loss"] < second["eval/loss"]
 
 
 @pytest.mark.parametrize("way", ("one", *WAYS))

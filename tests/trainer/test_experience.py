@@ -1,5 +1,7 @@
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,12 +9,21 @@ import torch
 from tiny import make_rollouts
 from torch import Tensor
 
+from trainer import ppo
 from trainer.check import check_sums
 from trainer.config import PPOConfig, UserError
 from trainer.data import Prompt, packed
 from trainer.experience import Experience, make_experience
 from trainer.rollout import Rollouts
-from trainer.scoring import RewardPart, Scaling, load_function, load_rewards, score
+from trainer.scoring import (
+    RewardPart,
+    Scaling,
+    load_function,
+    load_rewards,
+    score,
+    short_names,
+    source_file,
+)
 
 CONFIG = PPOConfig(gamma=1.0, gae_lambda=0.5, temperature=0.7)
 REF = {7: -1.5, 8: -0.5, 9: -2.0}  # log-probs of the reference by token
@@ -195,6 +206,8 @@ def test_a_reward_function_gets_texts_and_columns(tokenizer: Any, tmp_path: Any)
         ("return 1.0", "a list of 1 numbers, and returned a float: 1.0"),
         ("return [1.0, 2.0]", r"a list of 1 numbers, and returned 2 in a list: \[1.0, 2.0\]"),
         ("return [float('nan')]", "not finite"),
+        ("return [-1e39]", r"not finite in float32: \[-1e\+39\]"),
+        ("return [10**400]", "must return a list of 1 numbers"),
         ("return ['good']", "must return a list of 1 numbers"),
         ("return [None]", "must return a list of 1 numbers"),
     ],
@@ -246,9 +259,98 @@ def test_a_reward_function_that_is_not_there(source: str, sentence: str) -> None
         load_function(source)
 
 
-def test_two_rewards_of_one_name_are_refused(tokenizer: Any) -> None:
-    with pytest.raises(UserError, match="two rewards have one name"):
-        load_rewards({"math:sqrt": 1.0, "cmath:sqrt": 1.0}, tokenizer, torch.device("cpu"), 64)
+FAR = ("a", "b", "runs/one", "runs/two", "runs/f", "odd:name", "dir/odd:name")
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        (["runs/one/model"], ["model"]),
+        (["runs/one/model", "runs/two/model"], ["one/model", "two/model"]),
+        (["runs/one/model", "./runs/two/model", "x"], ["one/model", "two/model", "x"]),
+        (["a.py:f"], ["f"]),
+        (["a.py:f", "b.py:f"], ["a.py:f", "b.py:f"]),
+        (["a/r.py:f", "b/r.py:f", "b/r.py:g"], ["a/r.py:f", "b/r.py:f", "g"]),
+        (["math:sqrt", "cmath:sqrt"], ["math:sqrt", "cmath:sqrt"]),
+        (["pkg.one.mod:f", "pkg.two.mod:f"], ["one.mod:f", "two.mod:f"]),
+        (["runs/f", "a.py:f"], ["runs/f", "a.py:f"]),
+        (["odd:name"], ["odd:name"]),
+        (["odd:name", "dir/odd:name", "a.py:name"], ["{here}/odd:name", "dir/odd:name", "name"]),
+    ],
+)
+def test_rewards_are_told_apart_by_the_shortest_ends_that_differ(
+    sources: list[str], names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in FAR:
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert short_names(sources) == [name.format(here=tmp_path.name) for name in names]
+
+
+def test_one_reward_twice_is_refused() -> None:
+    with pytest.raises(UserError, match=r"two rewards are the same: runs/a, runs/b/\.\./a"):
+        short_names(["runs/a", "runs/b/../a"])
+
+
+def test_what_exists_as_a_folder_is_a_folder(trained: dict, tokenizer: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained["reward_model"], tmp_path / "model:2")
+    (part,) = load_rewards({str(folder): 1.0}, tokenizer, torch.device("cpu"), 64)
+    assert part.name == "model:2" and part.model is not None
+    assert (
+        ppo.inputs(PPOConfig(model="m", train="t", rewards={str(folder): 1.0}))[f"reward {folder}"]
+        == folder
+    )
+
+
+def test_a_reward_function_gets_copies(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def f(prompts, completions, notes):\n"
+        "    for prompt, note in zip(prompts, notes):\n"
+        "        prompt.append({'role': 'assistant', 'content': 'x'})\n"
+        "        prompt[0]['content'] = 'y'\n"
+        "        note['seen'].append(1)\n"
+        "    count = len(completions)\n"
+        "    completions.clear()\n"
+        "    return [float(len(prompts[0]) + len(notes[0]['seen']))] * count\n"
+    )
+    (part,) = load_rewards({f"{path}:f": 1.0}, tokenizer, torch.device("cpu"), 64)
+    rollouts = make_rollouts([[5, 7], [5, 8]], [1, 1], [True, True])
+    asked = [{"role": "user", "content": "a"}]
+    rollouts.prompts = [Prompt([5], asked, {"notes": {"seen": []}}) for _ in range(2)]
+    for _ in range(2):
+        assert part.score(rollouts).tolist() == [3.0, 3.0]
+    assert asked == [{"role": "user", "content": "a"}]
+    assert rollouts.prompts[0].columns == {"notes": {"seen": []}}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("def f(:\n", r"cannot be imported: SyntaxError: invalid syntax \(mine\.py, line 1\)"),
+        ("x = 1\nx.y\n", r"AttributeError: 'int' object .* \(.*mine\.py, line 2\)"),
+        ("import sys\nsys.exit(3)\n", r"SystemExit: 3 \(.*mine\.py, line 2\)"),
+        ("\x00", "cannot be imported: "),
+    ],
+)
+def test_a_reward_file_that_cannot_be_imported(
+    content: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    for source in (f"{tmp_path}/mine.py:f", "mine:f"):
+        for load in (load_function, source_file):
+            if load is load_function or source == "mine:f":
+                with pytest.raises(UserError, match=sentence):
+                    load(source)
+
+
+@pytest.mark.parametrize("weights", [{"large": 1e9}, {"large": 1.0, "small": 1.0}])
+def test_a_sum_of_rewards_that_float32_does_not_hold_is_refused(weights: dict) -> None:
+    rollouts = make_rollouts([[5, 7]], [1], [True])
+    parts = [RewardPart(n, w, lambda _: torch.tensor([3e38])) for n, w in weights.items()]
+    with pytest.raises(UserError, match=r"sum of the rewards is not finite.* large up to 3e\+38"):
+        score(parts, rollouts, 0.0)
 
 
 def test_a_reward_model_with_another_vocabulary_is_refused(trained: dict, tokenizer: Any) -> None:

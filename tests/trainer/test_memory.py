@@ -224,6 +224,23 @@ def test_lent_weights_are_copies_and_what_is_at_rest_comes_back(policy: Policy) 
         assert torch.equal(p, values)
 
 
+def test_weights_come_back_where_the_device_has_no_room_for_the_last(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_rest, inner, moved = [p.data_ptr() for p in policy.parameters()], Tensor.to, []
+
+    def to(self: Tensor, *args: Any, **options: Any) -> Tensor:
+        moved.append(self)
+        if len(moved) == 4:
+            raise torch.OutOfMemoryError("no room")
+        return inner(self, *args, **options)
+
+    monkeypatch.setattr(Tensor, "to", to)
+    with pytest.raises(torch.OutOfMemoryError), lent(CPU, policy):
+        pass
+    assert [p.data_ptr() for p in policy.parameters()] == at_rest
+
+
 def test_offload_needs_a_gpu(ppo_config: PPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="offload_frozen needs a GPU"):

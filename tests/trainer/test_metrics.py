@@ -10,9 +10,11 @@ import pytest
 import torch
 from tiny import make_rollouts
 
+from ppokern._install import pip_install
 from trainer import metrics as m
 from trainer import ppo
-from trainer.config import PPOConfig, UserError
+from trainer.checkpoint import write_json
+from trainer.config import CheckFailed, PPOConfig, UserError
 from trainer.experience import make_experience
 from trainer.metrics import Metrics, RunLog, distinct, repeated
 from trainer.scoring import score
@@ -204,7 +206,8 @@ def test_a_tracker_gets_the_rows_of_a_run(
     tracker = Tracker()
     monkeypatch.setitem(sys.modules, name, tracker)
     config = replace(ppo_config, tracker=name, truncation="drop", max_new_tokens=1)
-    ppo.run(config)
+    with pytest.raises(CheckFailed, match="has learned nothing"):
+        ppo.run(config)
     (run,) = tracker.runs
     assert (run["project"], run["name"], run["group"]) == ("ppokern", "ppo", config.run_dir)
     assert (run["config"]["model"], run["config"]["tracker"]) == (config.model, name)
@@ -216,10 +219,71 @@ def test_a_tracker_gets_the_rows_of_a_run(
     assert tracker.finished == 1
 
 
+class Failing(Tracker):
+    """One that fails at one of its calls."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.at = at
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in ("at", "__class__", "__spec__") and name == self.at:
+            raise ConnectionError("the network is [/gone]")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("at", ["init", "log", "finish"])
+def test_a_tracker_that_fails_is_warned_of_once_and_ends_nothing(
+    at: str, ppo_config: PPOConfig, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", Failing(at))
+    config = replace(ppo_config, tracker="wandb")
+    ppo.run(config)
+    assert len(Path(config.run_dir, "metrics.jsonl").read_text().splitlines()) == 2
+    printed = capsys.readouterr().out
+    assert printed.count("warning: wandb gets no more of this run") == 1
+    assert "(ConnectionError: the network is [/gone])" in printed
+
+
+def test_tensorboard_that_fails_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    log = RunLog(tmp_path, "sft", 2, tensorboard=True)
+    board = log._others["tensorboard"]
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(board._writer, "add_scalar", full)
+    for step in (1, 2):
+        log.write(step, {"loss": 1.0}, "")
+    log.sync()
+    log.close()
+    board.finish()
+    assert capsys.readouterr().out.count("warning: tensorboard gets no more of this run") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_what_json_does_not_know_is_null(tmp_path: Path) -> None:
+    content = {"a": [math.nan, {"b": (math.inf, 1.5)}], "c": -math.inf, "d": "NaN", "e": True}
+    write_json(tmp_path / "x.json", content)
+    text = (tmp_path / "x.json").read_text()
+    strict = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert strict == {"a": [None, {"b": [None, 1.5]}], "c": None, "d": "NaN", "e": True}
+
+
+def test_a_full_disk_under_the_metrics_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = RunLog(tmp_path, "sft", 2, tensorboard=False)
+    with pytest.raises(UserError, match=r"metrics\.jsonl could not be written: is the disk full\?"):
+        log.write(1, {"loss": 1.0}, "")
+    log.close()
+
+
 def test_a_tracker_that_is_not_there(
     ppo_config: PPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)  # importing it fails
-    with pytest.raises(UserError, match=r"tracker needs trackio: pip install 'ppokern\[trackio\]'"):
+    with pytest.raises(UserError, match=f"needs trackio: {re.escape(pip_install('trackio'))}"):
         ppo.run(replace(ppo_config, tracker="trackio"))
     assert not Path(ppo_config.run_dir).exists()  # nothing was begun

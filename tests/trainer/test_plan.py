@@ -61,6 +61,16 @@ def test_frozen_models_that_are_offloaded_take_no_room_beside_activations() -> N
             plan(away, model, 9)
 
 
+def test_what_a_supervised_stage_keeps_in_memory() -> None:
+    model = scratch_config(Scratch(layers=2))
+    config, weights = SFTConfig(model="m"), 4 * parameter_count(model)
+    adapters = replace(config, lora_rank=4)
+    assert memory(config, model) - memory(adapters, model) == 3 * weights  # gradient, two moments
+    best = replace(config, evaluate_every_steps=9)
+    assert memory(best, model) - memory(config, model) == weights
+    assert memory(config, model, 32) < memory(config, model, 64) == memory(config, model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "habits"),

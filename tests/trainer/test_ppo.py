@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import random
@@ -6,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from tiny import make_rollouts
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from trainer import ppo, report
-from trainer.config import PPOConfig
+from trainer import distributed, ppo, report
+from trainer.config import CheckFailed, PPOConfig
 from trainer.experience import Experience
 from trainer.metrics import Metrics
 from trainer.models import Policy
@@ -383,7 +385,8 @@ def test_at_the_start_the_ratio_is_1_and_the_kl_is_0(
 
 
 def test_what_is_dropped_is_held_against_the_reference_too(ppo_config: PPOConfig) -> None:
-    ppo.run(replace(ppo_config, truncation="drop", max_new_tokens=3, updates=1))
+    with contextlib.suppress(CheckFailed):  # where all of them are dropped
+        ppo.run(replace(ppo_config, truncation="drop", max_new_tokens=3, updates=1))
     (row,) = rows_of(ppo_config.run_dir)
     assert 0 < row["response/truncated"] <= 1
 
@@ -436,16 +439,52 @@ def test_P4_an_update_with_nothing_to_learn_from(ppo_config: PPOConfig) -> None:
         heldout=ppo_config.train + ".heldout",
     )
     Path(config.heldout).write_bytes(Path(config.train).read_bytes())
-    ppo.run(config)
+    with pytest.raises(CheckFailed, match="has learned nothing: its policy_optimizer took no step"):
+        ppo.run(config)
     for row in rows_of(config.run_dir):
         assert (row["objective/unscored"], row["objective/scores"]) == (8, None)
         assert (row["loss/policy_avg"], row["grad_norm/policy"], row["kl_coef"]) == (0, 0, 0.1)
+        assert (row["optimizer_steps"], row["skipped_steps"]) == (0, 1)
     assert math.isfinite(row["eval/score"])
-    report.run(config.run_dir)
-    for name in ("policy", "critic"):
-        start = {"policy": config.model, "critic": config.critic}[name]
-        same = [Path(x, "model.safetensors") for x in (start, f"{config.run_dir}/{name}")]
-        assert same[0].read_bytes() == same[1].read_bytes()
+    run_dir = Path(config.run_dir)
+    assert not (run_dir / "policy").exists()
+    start = ppo.load(config, torch.device("cpu"))
+    for name, side in (("policy", start.policy), ("critic", start.critic)):
+        kept = safetensors.torch.load_file(run_dir / f"checkpoints/00000002/{name}.safetensors")
+        torch.testing.assert_close(kept, distributed.model_state(side), rtol=0, atol=0)
+    for name, content in (("samples", "[]"), ("summary", "{}")):
+        (run_dir / f"{name}.json").write_text(content)
+    report.run(config.run_dir)  # rows of nulls are shown
+    with pytest.raises(CheckFailed, match="has learned nothing"):
+        ppo.run(config, resume=True)
+
+
+def test_a_step_with_nothing_to_learn_from_is_not_taken(
+    ppo_config: PPOConfig, models: Models
+) -> None:
+    """Adam would go on where the steps before it went."""
+    x = made([[1, 20, 30], [1, 20, 40]], 2, [1.0, -1.0], models)
+    config, metrics = replace(ppo_config, ppo_epochs=1, minibatches=1), Metrics()
+    trained = trained_by(models, config)
+    ppo.learn(models, x, config, trained, 0.0, torch.Generator(), metrics)
+    before = [p.clone() for module, _ in trained for p in module.parameters()]
+    x.mask = torch.zeros_like(x.mask)
+    ppo.learn(models, x, config, trained, 0.0, torch.Generator(), metrics)
+    assert metrics.total("optimizer_steps") == metrics.total("skipped_steps") == 1
+    after = [p for module, _ in trained for p in module.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("size", [1e30, -1e30])
+def test_scores_that_are_too_large_to_learn_from_end_the_run(
+    ppo_config: PPOConfig, tmp_path: Path, size: float
+) -> None:
+    source = tmp_path / "large.py"
+    source.write_text(f"def f(p, c):\n    return [{size} * (i + 1) for i, _ in enumerate(c)]\n")
+    with pytest.raises(CheckFailed, match="scores that are far too large"):
+        ppo.run(replace(ppo_config, rewards={f"{source}:f": 1.0}))
+    text = Path(ppo_config.run_dir, "metrics.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
 
 
 def test_a_response_without_a_token_is_counted_and_gets_no_score(ppo_config: PPOConfig) -> None:

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
+import ppokern
 from trainer import __main__ as cli
 from trainer import ppo, report, sample
 from trainer.config import PPOConfig, UserError
@@ -65,8 +68,11 @@ def test_report_is_one_picture_and_one_page(run_dir: str) -> None:
 def test_T18_samples_are_shown_as_text(run_dir: str) -> None:
     evil = '</script><img src=x onerror=alert(1)> [/b] & "quoted" </td>'
     side = {"prompt": evil, "text": evil, "score": 1.0, "kl": 2.0}
-    page = Page(report.html(evil, "", {evil: 1.0}, [{"before": side, "after": side}]))
-    assert "".join(page.text).count(evil) == 6  # title, heading, summary, and three cells
+    config = PPOConfig(run_dir=evil, rewards={"f.py:f": 1.0})
+    written = [{"before": side, "after": side}]
+    page = Page(report.html(evil, "", {evil: 1.0}, written, [evil], config, evil))
+    # title, heading, what is unfinished, words, summary, three cells, and an option
+    assert "".join(page.text).count(evil) == 9
     assert page.tags.count("img") == 1 and "script" not in page.tags
 
 
@@ -85,15 +91,113 @@ def test_a_gap_in_a_metric_is_a_gap_in_its_curve(run_dir: str, tmp_path: Path) -
     assert (tmp_path / "report.png").exists()
 
 
+def copied(run_dir: str, folder: Path, *names: str) -> Path:
+    """Some files of a run."""
+    for name in names:
+        (folder / name).write_bytes(Path(run_dir, name).read_bytes())
+    return folder
+
+
+def shown(folder: Path) -> str:
+    """The words of a run's page."""
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    page = Page((folder / "report.html").read_text())
+    assert [link[:22] for link in page.links] == ["data:image/png;base64,"]
+    return " ".join("".join(page.text).split())
+
+
 def test_report_of_an_unfinished_run_says_so(run_dir: str, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(Path(run_dir, "metrics.jsonl").read_bytes())
-    with pytest.raises(UserError, match=r"samples\.json is missing.*finished run"):
+    """Its last line may be in the midst of being written."""
+    copied(run_dir, tmp_path, "config.yaml", "metrics.jsonl")
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text(f"{lines[0]}\n{lines[1]}\n{lines[2][:50]}")
+    report.run(str(tmp_path))
+    page = shown(tmp_path)
+    assert "Unfinished: 2 of 3 updates are done" in page
+    assert f"`resume {tmp_path}` goes on with it" in page
+    assert "2 updates of 8 responses: the score went from" in page
+    assert "before and after" not in page
+    assert "Unfinished" not in shown(Path(run_dir))
+
+
+def test_report_before_the_first_step(run_dir: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        report.run(str(tmp_path))
+    copied(run_dir, tmp_path, "config.yaml")
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="is empty: the run has not ended its first step"):
         report.run(str(tmp_path))
 
 
-def test_report_of_another_stage_says_so(trained: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="is not the folder of a PPO run"):
-        report.run(str(Path(trained["model"]).parent))
+def test_report_of_the_other_stages(trained: dict[str, Any]) -> None:
+    folder = Path(trained["model"]).parent
+    report.run(str(folder))
+    page = shown(folder)
+    assert "150 steps of 16 sequences: the loss went from" in page
+    assert f"of 1 measured is {trained['loss']:.3g} nats a token, a perplexity of" in page
+    assert "sequences_per_step16" in page and "weight_decay0.01" in page  # given, and by default
+    folder = Path(trained["reward_model"]).parent
+    report.run(str(folder))
+    page = shown(folder)
+    assert f"{trained['accuracy']:.1%} of the pairs are told apart rightly: that of step 40" in page
+
+
+def test_report_of_an_evaluated_run(run_dir: str, tmp_path: Path) -> None:
+    """Evaluation and judge are drawn and told, and so is what the page was made with."""
+    copied(run_dir, tmp_path, "config.yaml", "metrics.jsonl", "summary.json", "samples.json")
+    rows = report.read_metrics(tmp_path)
+    for row, verdict in zip(rows, (0.25, None, 0.75), strict=True):
+        if verdict:
+            row |= {"eval/score": 2 * verdict, "eval/kl": 1.0, "eval/length": 3.0}
+            row |= {"eval/judge": verdict}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report.run(str(tmp_path))
+    page = shown(tmp_path)
+    assert "of 2 evaluations, the score went from 0.5 to 1.5, the judge's verdict from 0.25" in page
+    for library in (ppokern, torch, transformers):
+        assert library.__version__ in page
+    assert "cpu" in page and "max_new_tokens12" in page
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are drawn, which stay as they were when they were saved."""
+    figures: list[Any] = []
+    monkeypatch.setattr(report.pyplot, "close", figures.append)
+    return figures
+
+
+def test_a_picture_has_as_many_panels_as_curves(
+    run_dir: str, trained: dict[str, Any], drawn: list[Any], tmp_path: Path
+) -> None:
+    """No hole, each line of the same width, and the colour bar beside all of them."""
+    rows = report.read_metrics(Path(run_dir))
+    sft = report.read_metrics(Path(trained["model"]).parent)
+    judged = [row | {"eval/judge": 1.0} for row in rows]
+    cases: list[Any] = [(sft, {}, 3), (rows, {}, 11), (judged, {}, 12), (judged, {"sft": sft}, 13)]
+    for its, earlier, count in cases:
+        report.draw(its, earlier, tmp_path / "report.png")
+        figure = drawn[-1]
+        panels = [x for x in figure.axes if x.get_title(loc="left")]
+        assert len(panels) == count
+        assert all(panel.has_data() for panel in panels)
+        boxes = [panel.get_position() for panel in panels]
+        lines = {round(box.y0, 2) for box in boxes}
+        right = [max(b.x1 for b in boxes if round(b.y0, 2) == line) for line in lines]
+        assert max(right) - min(right) < 0.01
+        bars = [x.get_position().x0 for x in figure.axes if x not in panels]
+        assert all(bar > max(right) for bar in bars) and len(bars) == (its is not sft)
+
+
+def test_a_curve_that_is_not_in_the_metrics_is_left_out(
+    run_dir: str, drawn: list[Any], tmp_path: Path
+) -> None:
+    """As those of the policy are where only the critic has learned so far."""
+    rows = report.read_metrics(Path(run_dir))
+    rows = [{k: v for k, v in row.items() if k != "policy/clipfrac_avg"} for row in rows]
+    report.draw(rows, {}, tmp_path / "report.png")
+    titles = {panel.get_title(loc="left") for panel in drawn[-1].axes}
+    assert "score" in titles and "clipped, share of tokens" not in titles
 
 
 def test_sample_shows_both_sides(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +257,8 @@ def test_sample_of_an_unfinished_run_says_so(
 ) -> None:
     (tmp_path / "config.yaml").write_bytes(Path(run_dir, "config.yaml").read_bytes())
     assert cli.main(["sample", str(tmp_path), "--prompt", "the film"]) == 2
-    assert f"is not finished: go on with `resume {tmp_path}`" in capsys.readouterr().err
+    goes_on = f"is not finished: go on with `python -m trainer resume {tmp_path}`"
+    assert goes_on in capsys.readouterr().err
 
 
 def test_rewards_named_as_the_sides_of_a_comparison(run_dir: str, tmp_path: Path) -> None:

@@ -45,6 +45,25 @@ def prompts(folder: Path, tokenizer: Any) -> list[Prompt]:
     return read_prompts(str(folder / "train.jsonl"), tokenizer, None, 200)
 
 
+@pytest.mark.parametrize("name", ["model", "train.jsonl", "config.json"])
+def test_nothing_is_written_over_that_is_not_its_own(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=r"name another (one|folder)"):
+        smollm2.run(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_its_own_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "weights", lambda: tmp_path)
+    monkeypatch.setattr(smollm2, "save", lambda file, folder: folder.mkdir(exist_ok=True))
+    for _ in range(2):
+        smollm2.run(str(tmp_path / "out"))
+    assert (tmp_path / "out/model").is_dir()
+    (tmp_path / "out/train.jsonl").write_text('{"prompt": "mine"}\n')
+    with pytest.raises(UserError, match="holds what is not its own"):
+        smollm2.run(str(tmp_path / "out"))
+
+
 @needs_weights
 def test_packed_log_probs_are_those_of_transformers(
     folder: Path, policy: Policy, prompts: list[Prompt]
@@ -149,7 +168,7 @@ def test_the_score_counts_sentences() -> None:
 
 def test_the_preset_is_a_ppo_run() -> None:
     path = str(Path(smollm2.__file__).parent / "presets/smollm2.yaml")
-    config = cli.parser().parse_args(["ppo", "--config", path]).ppo
+    config = cli.parser("ppo").parse_args(["ppo", "--config", path]).ppo
     options = {name: config[name] for name in vars(PPOConfig()) if name in config}
     PPOConfig(**options).check()
     assert config.rewards == {"trainer.smollm2:one_sentence": 1.0}

@@ -1,6 +1,7 @@
 """Rows from JSONL, Parquet and the hub: the same rows, the same bits, the same errors."""
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from crash import differences
 
+from ppokern._install import pip_install
 from trainer import __main__ as cli
 from trainer import demo, ppo, reward, sft
 from trainer.checkpoint import fingerprint
@@ -178,7 +180,7 @@ def test_without_the_extra_its_name_is_told(
         return inner(name, *args)
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(UserError, match=rf"needs {missing}: pip install 'ppokern\[data\]'"):
+    with pytest.raises(UserError, match=f"needs {missing}: {re.escape(pip_install('data'))}"):
         read_rows(source, *KEYS)
 
 
@@ -269,3 +271,35 @@ def test_the_other_stages_take_them_too(
 def test_own_text_of_the_demo_in_parquet(parquet: Any, tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": "b"}]
     assert demo.own_texts(write_parquet(tmp_path / "mine.parquet", rows)) == rows
+
+
+def test_own_text_of_the_demo_in_a_text_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_bytes(b"\xef\xbb\xbfa\n\nb\n")  # a byte order mark is no part of the text
+    assert demo.own_texts(str(path)) == [{"text": "a"}, {"text": "b"}]
+    path.write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(UserError, match=r"mine\.txt: not UTF-8"):
+        demo.own_texts(str(path))
+
+
+def test_what_a_library_raises_at_a_row_is_told_with_its_number(
+    hub: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    class Undecodable(datasets.Dataset):
+        def __iter__(self) -> Any:
+            yield {"text": "a"}
+            raise SyntaxError("broken PNG file")  # as Pillow does
+
+    made = Undecodable.from_list([{"text": "a"}]).data
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Undecodable(made))
+    with pytest.raises(UserError, match=r"hub:some/one, row 2: cannot be read .broken PNG file"):
+        read_rows("hub:some/one", "text")
+
+
+def test_hub_data_in_a_broken_file(hub: Callable[..., str]) -> None:
+    source = hub(train=[{"text": "a"}])
+    (Path(source.removeprefix("hub:")) / "train.jsonl").write_text('{"text": "a"}\n{"text"')
+    with pytest.raises(UserError, match="cannot be loaded"):
+        read_rows(source, "text")
