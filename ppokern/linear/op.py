@@ -261,8 +261,9 @@ def linear_selected_logprobs(
     Returns:
         ``(...)``, nats, float32 (float64 where a tensor is).
 
-    Masking, Numerics: see `selected_logprobs`. The gradient of the weight is accumulated in
-    float32; a frozen input costs no GEMM.
+    Masking, Numerics: see `selected_logprobs`. A row's bits follow from its logits, which torch's
+    GEMM may round in another way where a chunk has few rows (seen in float32, below 16). The
+    gradient of the weight is accumulated in float32; a frozen input costs no GEMM.
 
     Raises:
         IndexError, ValueError, TypeError: see `selected_logprobs`.

@@ -148,7 +148,7 @@ def checked_temperature(
             )
     good = (temperature >= low) & (temperature <= high)
     if not _check.values_of(temperature):
-        return 1.0, torch.where(good, temperature, torch.nan)
+        return 1.0, temperature.masked_fill(~good, torch.nan)
     bad = ~good
     if temperature.dim():
         bad = bad & (token_ids != -100) if mask is None else bad & mask & (token_ids != -100)
