@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DispatchKey
 from torch._C import _disabled_torch_dispatch_impl as _NO_DISPATCH
+from torch._C import _dispatch_tls_is_dispatch_key_included as _is_in_force
+from torch._C import _get_dispatch_mode as _mode
+from torch._C import _get_tracing_state as _jit_traces
+from torch._C import _len_torch_dispatch_stack as _count_of_modes
 from torch._C import _TorchDispatchModeKey as _Modes
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 
 _ORDINARY = (Tensor, nn.Parameter)
 _TRACED = ("FakeTensor", "FunctionalTensor")  # stand for tensors while a graph is made
@@ -84,10 +88,18 @@ def tracing(args: Sequence[Any]) -> bool:
     """
     if not _COMMON.issuperset(map(type, args)) and any(type(x).__name__ in _TRACED for x in args):
         return True
-    if next((x.is_meta for x in args if isinstance(x, Tensor)), False):  # all are on one device
+    for x in args:
+        if isinstance(x, Tensor):  # all are on one device
+            return x.is_meta or _traced_now()
+    return _traced_now()
+
+
+def stands_for_another(x: Tensor) -> bool:
+    """Return whether a tensor of the CPU or of CUDA has no values: a graph is being made."""
+    return (type(x) not in _ORDINARY and type(x).__name__ in _TRACED) or _traced_now()
+
+
+def _traced_now() -> bool:
+    if _count_of_modes() and any(_mode(key) is not None for key in _TRACING_MODES):
         return True
-    if torch._C._get_tracing_state() is not None or _len_torch_dispatch_stack_pre_dispatch():
-        return True
-    return bool(torch._C._len_torch_dispatch_stack()) and any(
-        torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES
-    )
+    return _jit_traces() is not None or _is_in_force(DispatchKey.PreDispatch)
