@@ -71,7 +71,8 @@ def test_a_second_signal_ends_a_run_at_once(ends: dict[str, Any]) -> None:
 def test_a_signal_before_the_first_step_leaves_nothing(ends: dict[str, Any]) -> None:
     code, printed = ends["early"]
     assert code == 130
-    assert printed.splitlines() == ["stopped before the first step"]
+    first, *rest = printed.splitlines()
+    assert first.startswith("ppokern ") and rest == ["stopped before the first step"]
     assert not ends["early left"]
 
 
@@ -82,7 +83,8 @@ def test_a_signal_before_the_first_step_leaves_nothing(ends: dict[str, Any]) -> 
 def test_beside_a_live_run_another_is_refused(ends: dict[str, Any], name: str) -> None:
     code, printed = ends[name]
     assert code == 2
-    assert printed.count("\n") == 1
+    first, rest = printed.split("\n", 1)
+    assert first.startswith("ppokern ") and rest.count("\n") == 1
     assert f"is being written by process {ends['pid']} on " in printed
     assert ends["untouched"]
 
