@@ -204,7 +204,7 @@ def fault(name: str, argument: str, which: int) -> str | None:
     half = any(isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) for x in given)
     for a, b in zip(ours, theirs, strict=True):
         a, b = a.as_subclass(Tensor).double(), b.double()
-        close = torch.allclose(a, b, rtol=0.1 if half else 1e-4, atol=1e-5, equal_nan=True)
+        close = torch.allclose(a, b, rtol=2**-7 if half else 1e-4, atol=1e-5, equal_nan=True)
         if a.shape != b.shape or not close:
             return f"{a}, the specification: {b}"
     return None
