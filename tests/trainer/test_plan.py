@@ -17,6 +17,7 @@ from trainer.config import PPOConfig, Scratch, SFTConfig, UserError
 from trainer.data import write_rows
 from trainer.models import parameter_count, scratch_config
 from trainer.plan import memory, plan
+from trainer.report import column, read_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,7 +116,9 @@ def test_the_memory_that_a_dry_run_expects(
         rewards = f'{{"{tmp_path}/mine.py:f": 1.0}}'
         measured = [peak("sft", sft | options), peak("ppo", ppo | {"rewards": rewards})]
         model = AutoConfig.from_pretrained(run / "sft/model")
-        asked = PPOConfig(**ppo, rewards={"mine.py:f": 1.0})
+        # The plan is for the longest answers; these end when their end token is drawn.
+        lengths = column(read_metrics(run / "ppo"), "response/length")
+        asked = PPOConfig(**ppo | {"max_new_tokens": round(max(lengths))}, rewards={"f.py:f": 1.0})
         supervised = SFTConfig(**sft)
         found.append([*measured, memory(supervised, model, 0), memory(asked, model, 21)])
     large, small = found
