@@ -4,6 +4,7 @@
 installed, in a clone beside it.
 """
 
+import os
 import sys
 from importlib import import_module
 
@@ -15,7 +16,11 @@ def main() -> int:
     if sys.argv[1:] == ["--version"]:
         print("ppokern", __version__)
     elif sys.argv[1:] == ["info"]:
-        print(import_module("ppokern.info").report())
+        report = import_module("ppokern.info").report()
+        try:
+            print(report, flush=True)
+        except BrokenPipeError:  # `| head`; else Python fails to flush it once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     else:
         try:
             return import_module("ppokern.trainer.__main__").main()

@@ -1,5 +1,6 @@
 """What is installed, and what is said where something is missing."""
 
+import os
 import re
 import subprocess
 import sys
@@ -177,3 +178,12 @@ def test_the_command_without_the_trainer_says_what_is_installed_and_what_it_need
         [sys.executable, "-c", WITHOUT_THE_TRAINER], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (2, needs)
+
+
+def test_what_is_installed_may_be_read_by_a_program_that_stops_reading() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "ppokern", "info"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
