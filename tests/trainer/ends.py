@@ -174,4 +174,6 @@ def main(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    # a shell starts what runs in the background with it ignored, and children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print(json.dumps(main(Path(sys.argv[1]))))
