@@ -303,10 +303,10 @@ def reward_calls(b: int = 3, t: int = 200, kl_coef: float = 0.1) -> dict[str, Ca
         offsets = torch.arange(b + 1) * length if packed else None
         if packed:
             x, mask = x.view(-1), mask.view(-1)
-        reward.shaped_rewards(
-            scores, x, x, mask if everything else None, given, x if everything else None, offsets,
-            kl_coef, "k3",
-        )  # fmt: skip
+        tensors = reward.Inputs(
+            scores, x, x, mask if everything else None, given, x if everything else None, offsets
+        )
+        reward.shaped_rewards(tensors, reward.Options(kl_coef, "k3"))
 
     return {
         "short": lambda: call(40, False),

@@ -1,6 +1,6 @@
-// How Python's arguments become those of the kernels. A tensor arrives as (address, sequence
-// stride, step stride), or its address alone where it is dense; logits arrive as (address, address
-// of row offsets, row stride), so that nothing here knows of torch.
+// How Python's arguments become those of the kernels, by name. A tensor arrives as (address,
+// sequence stride, step stride), or its address alone where it is dense; logits arrive as (address,
+// address of row offsets, row stride), so that nothing here knows of torch.
 
 #pragma once
 
@@ -57,17 +57,24 @@ struct py::detail::type_caster<Rows> {
   }
 };
 
+// Returns which of `names` a Python string is.
+template <class Enum, size_t kCount>
+Enum named(const char* argument, const char* const (&names)[kCount], py::handle source) {
+  const auto name = source.cast<std::string>();
+  std::string known;
+  for (size_t i = 0; i < kCount; ++i) {
+    if (name == names[i]) return static_cast<Enum>(i);
+    known += (i ? ", " : "") + std::string(names[i]);
+  }
+  throw py::value_error(argument + std::string(": expected one of ") + known + ", got " + name);
+}
+
 template <>
 struct py::detail::type_caster<Aggregate> {
   PYBIND11_TYPE_CASTER(Aggregate, const_name("str"));
 
   bool load(handle source, bool) {
-    const auto name = source.cast<std::string>();
-    value = name == "token_mean"      ? Aggregate::kTokenMean
-            : name == "sequence_mean" ? Aggregate::kSequenceMean
-            : name == "sequence_sum"  ? Aggregate::kSequenceSum
-            : name == "sum"           ? Aggregate::kSum
-                                      : Aggregate::kNone;
+    value = named<Aggregate>("aggregate", kAggregates, source);
     return true;
   }
 };
@@ -77,8 +84,7 @@ struct py::detail::type_caster<KlKind> {
   PYBIND11_TYPE_CASTER(KlKind, const_name("str"));
 
   bool load(handle source, bool) {
-    const auto name = source.cast<std::string>();
-    value = name == "k1" ? KlKind::kK1 : name == "k2" ? KlKind::kK2 : KlKind::kK3;
+    value = named<KlKind>("kl_kind", kKlKinds, source);
     return true;
   }
 };
@@ -86,46 +92,20 @@ struct py::detail::type_caster<KlKind> {
 template <class T>
 using Passed = std::conditional_t<std::is_pointer_v<T>, uintptr_t, T>;
 
-// A function of an argument struct and more, as a Python function of the struct's fields in their
-// order and of the rest, pointers as addresses.
-template <class... Fields, class Args, class Result, class... Rest>
-auto takes(Result (*function)(const Args&, Rest...)) {
-  return [function](Fields... fields, Passed<Rest>... rest) {
+template <class Args, class Result, class... Rest, class... Types>
+auto takes(Result (*function)(const Args&, Rest...), FieldTypes<void, Types...>) {
+  return [function](Types... fields, Passed<Rest>... rest) {
     return function(Args{fields...}, (Rest)rest...);
   };
 }
 
-using Floats = View<const float>;
-using Bools = View<const uint8_t>;
-using Ints = View<const int64_t>;
-using Output = View<float>;
-using In = Dense<const float>;
-using Flags = Dense<const uint8_t>;
-using Out = Dense<float>;
-using Number = std::optional<float>;
-
-// The fields of each op's arguments, on every device.
-template <class Function>
-auto gae_fields(Function function) {
-  return takes<Floats, Floats, Bools, Bools, Bools, Floats, Floats, Output, Output, Ints, int64_t,
-               int64_t, float, float, bool, int>(function);
-}
-
-template <class Function>
-auto logprob_forward_fields(Function function) {
-  return takes<Rows, int, Ints, Bools, Floats, float, float, int64_t, int64_t, int, Output, Output,
-               View<LogprobRow>>(function);
-}
-
-template <class Function>
-auto logprob_backward_fields(Function function) {
-  return takes<Rows, int, Ints, Bools, Floats, float, float, int64_t, int64_t, int, Floats, Floats,
-               View<const LogprobRow>, Rows, int64_t, bool>(function);
-}
-
-template <class Function>
-auto ppo_loss_fields(Function function) {
-  return takes<In, In, In, In, In, In, In, In, In, Flags, Flags, Dense<const int64_t>, Number,
-               Number, int64_t, int64_t, double, double, float, float, Aggregate, float, float,
-               KlKind, float, float, int, Out, Out, Out, Out, Out, Out>(function);
+// Defines a function of an argument struct and more: in Python one of the struct's fields, in the
+// order that the module's `fields` has, and of the rest, pointers as addresses.
+template <class Args, class Result, class... Rest>
+void define(py::module_& m, const char* name, Result (*function)(const Args&, Rest...)) {
+  m.def(name, takes(function, typename Args::Types{}), py::call_guard<py::gil_scoped_release>());
+  py::list names;
+  for (const char* field : Args::kNames) names.append(field);
+  if (!py::hasattr(m, "fields")) m.attr("fields") = py::dict();
+  m.attr("fields")[name] = py::tuple(names);
 }

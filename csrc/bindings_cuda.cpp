@@ -5,17 +5,12 @@
 #include "bindings.h"
 
 PYBIND11_MODULE(_cuda, m) {
-  const py::call_guard<py::gil_scoped_release> release;
-  m.def("gae", gae_fields(&gae_cuda), release);
   m.def("logprob_segments", &logprob_segments_cuda);
-  m.def("logprob_forward", logprob_forward_fields(&logprob_forward_cuda), release);
-  m.def("logprob_backward", logprob_backward_fields(&logprob_backward_cuda), release);
-  m.def("linear_loss",
-        takes<Rows, int, Ints, Bools, Floats, float, float, int64_t, int64_t, int,
-              Dense<const int64_t>, int64_t, In, In, In, In, In, double, double, float, float,
-              float, float, KlKind, int, Out, Out, Dense<uint8_t>>(&linear_loss_cuda),
-        release);
-  m.def("move_up", takes<Rows, int, int64_t, int64_t, Flags>(&move_up_cuda), release);
   m.def("ppo_loss_work", &ppo_loss_work_cuda);
-  m.def("ppo_loss", ppo_loss_fields(&ppo_loss_cuda), release);
+  define(m, "gae", &gae_cuda);
+  define(m, "logprob_forward", &logprob_forward_cuda);
+  define(m, "logprob_backward", &logprob_backward_cuda);
+  define(m, "linear_loss", &linear_loss_cuda);
+  define(m, "move_up", &move_up_cuda);
+  define(m, "ppo_loss", &ppo_loss_cuda);
 }

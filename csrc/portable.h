@@ -56,6 +56,29 @@ struct Dense {
   PPOKERN_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
 };
 
+// Declares a struct of arguments from a list of FIELD(type, name), with their types and names in
+// order: Python passes them by name, see bindings.h. The second form begins with those of another
+// struct, its member `within`.
+template <class... Types>
+struct FieldTypes {};
+
+#define PPOKERN_MEMBER(type, name) type name;
+#define PPOKERN_NAME(type, name) #name,
+#define PPOKERN_TYPE(type, name) , type
+#define PPOKERN_ARGS(Struct, FIELDS)                                \
+  struct Struct {                                                   \
+    FIELDS(PPOKERN_MEMBER)                                          \
+    using Types = FieldTypes<void FIELDS(PPOKERN_TYPE)>;            \
+    static constexpr const char* kNames[] = {FIELDS(PPOKERN_NAME)}; \
+  };
+#define PPOKERN_ARGS_WITHIN(Struct, Within, within, WITHIN, FIELDS)                      \
+  struct Struct {                                                                        \
+    Within within;                                                                       \
+    FIELDS(PPOKERN_MEMBER)                                                               \
+    using Types = FieldTypes<void WITHIN(PPOKERN_TYPE) FIELDS(PPOKERN_TYPE)>;            \
+    static constexpr const char* kNames[] = {WITHIN(PPOKERN_NAME) FIELDS(PPOKERN_NAME)}; \
+  };
+
 // Of packed sequences; out of bounds there would be memory of others.
 inline void check_boundaries(const int64_t* begin, int64_t sequences, int64_t steps) {
   const int64_t* end = begin + sequences + 1;

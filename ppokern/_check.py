@@ -8,13 +8,15 @@ import numbers
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from ppokern import _address
 from ppokern._backend import native
+
+Struct = TypeVar("Struct", bound=tuple)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (
@@ -253,6 +255,11 @@ def finite(name: str, x: Tensor | None, mask: Tensor | None) -> None:
 def constant(x: Tensor | None) -> Tensor | None:
     """Return `x` without its gradient."""
     return x if x is None or not x.requires_grad else x.detach()
+
+
+def constants(x: Struct) -> Struct:
+    """Return a NamedTuple of tensors without their gradients."""
+    return type(x)(*map(constant, x))  # type: ignore[arg-type]
 
 
 def arithmetic(*tensors: Tensor | None) -> torch.dtype:

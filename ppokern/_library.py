@@ -6,9 +6,10 @@ here from one forward, one backward and their shapes.
 """
 
 import math
-import sys
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from operator import itemgetter
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -43,61 +44,104 @@ def register(
     forward: Callable[..., Any],
     fake: Callable[..., Any],
     *,
-    setup_context: Callable[..., None] | None = None,
-    backward: Callable[..., tuple] | None = None,
-    gradient: Callable[..., Any] | None = None,
-    gradient_fake: Callable[..., Any] | None = None,
-    schema: str | None = None,
-    learned: int = sys.maxsize,
+    trained: tuple[str, ...] = (),
+    differentiable: int = 1,
+    keep: Callable[..., tuple] | None = None,
+    backward: Callable[..., Any] | None = None,
+    backward_fake: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Register ``ppokern::name`` and return the function that ops call.
+    """Register ``ppokern::name`` and return the function that ops call, as they would `forward`.
+
+    The annotations of `forward` and `backward` declare their arguments. A parameter is a NamedTuple
+    or one of `_SCHEMA_TYPES`, as the fields of a NamedTuple are, which holds tensors alone or none.
 
     Args:
         name: of the op in ``torch.ops.ppokern``.
-        forward: takes and returns what its annotations say (they are the schema).
+        forward: returns a tensor or a NamedTuple of tensors.
         fake: the same signature, returns tensors of the right shape and dtype.
-        setup_context: ``(ctx, inputs, output)``, as in `torch.autograd.Function`.
-        backward: ``(ctx, gradient, *grads)`` returns a gradient or None for each input, or for the
-            `learned` ones; calls `gradient`.
-        gradient: the kernel of the backward pass, registered as ``ppokern::name_backward``.
-        gradient_fake: its shapes.
-        schema: of `forward`, where its annotations do not say it.
-        learned: how many inputs, from the first on, may take a gradient; by default all. To torch
-            the others are one constant: each argument costs time.
+        trained: names of the inputs that may take a gradient.
+        differentiable: how many outputs, from the first on, have one.
+        keep: ``(*arguments, output)`` returns what `backward` takes behind the first two.
+        backward: ``(*grads, needed, *kept)`` returns a gradient for each trained input: `grads` are
+            those of the differentiable outputs, `needed` is a NamedTuple that says which are wanted
+            (``need_NAME``). What is returned in place of others is not looked at.
+        backward_fake: its shapes, where it is an op of its own in graphs; else they look into it.
     """
-    op, in_graph = _custom_op(name, forward, fake, schema)
-    if backward is None or setup_context is None:
-        return _by_mode(in_graph, forward)
-    gradient_op = gradient
-    if gradient is not None and gradient_fake is not None:
-        gradient_op, _ = _custom_op(f"{name}_backward", gradient, gradient_fake)
+    layout = _Layout(forward)
+    op, in_graph = _custom_op(name, layout, forward, fake)
+    if backward is None or keep is None:
+        return _by_mode(layout, in_graph, forward)
+    flags = [(f"need_{field}", bool) for field in trained]
+    needed_type = NamedTuple("Needed", flags)  # type: ignore[arg-type]
+    kept = _Layout(backward, needed=needed_type)
+    saves, structs = (of_all[differentiable + 1 :] for of_all in (kept.tensors, kept.structs))
+    places = [layout.place(field) for field in trained]
+    backward_op = backward
+    if backward_fake is not None:
+        raw, _ = _custom_op(f"{name}_backward", kept, backward, backward_fake)
 
-    def differentiate(compiled: bool, ctx: Any, *grads: Tensor | None) -> tuple:
-        ctx.compiled = compiled
-        kernel = gradient_op if compiled else gradient
-        if not torch.is_grad_enabled():
-            return backward(ctx, kernel, *grads)
+        def backward_op(*args: Any) -> Any:
+            return raw(*kept.flat(args))
+
+    def remember(ctx: Any, args: Sequence[Any], output: Any) -> None:
+        tensors, ctx.others = [], []
+        for is_saved, x in zip(saves, keep(*args, output), strict=True):
+            if not is_saved:
+                ctx.others.append(x)
+            elif isinstance(x, tuple):
+                tensors.extend(x)
+            else:
+                tensors.append(x)
+        ctx.save_for_backward(*tensors)
+        if isinstance(output, tuple):
+            ctx.mark_non_differentiable(*output[differentiable:])
+        ctx.set_materialize_grads(False)
+
+    def remembered(ctx: Any) -> Iterator[Any]:
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        for is_saved, struct in zip(saves, structs, strict=True):
+            if not is_saved:
+                yield next(others)
+            elif struct is None:
+                yield next(tensors)
+            else:
+                yield struct(*islice(tensors, len(struct._fields)))
+
+    def differentiate(ctx: Any, kernel: Any, flags: Sequence[bool], grads: Any) -> tuple:
+        if all(grad is None for grad in grads):
+            return (None,) * len(trained)
         with torch.no_grad():
-            result = backward(ctx, kernel, *grads)
+            found = kernel(*grads, needed_type(*flags), *remembered(ctx))
+            result = (found,) if isinstance(found, Tensor) else found
+            result = tuple(g if wanted else None for g, wanted in zip(result, flags, strict=True))
+        if not torch.is_grad_enabled():
+            return result
         # attached to what they depend on, so that a second derivative is an error and not a zero
         return _SecondDerivative.apply(name, len(result), *result, *ctx.saved_tensors, *grads)
 
-    def differentiate_compiled(ctx: Any, *grads: Tensor | None) -> tuple:
-        result = differentiate(True, ctx, *grads)
-        return *result, *(None,) * (len(ctx.needs_input_grad) - len(result))
+    def set_up(ctx: Any, inputs: tuple, output: Any) -> None:
+        output = output if layout.output is None else layout.output(*output)
+        remember(ctx, layout.deep(inputs), output)
 
-    op.register_autograd(differentiate_compiled, setup_context=setup_context)
+    def differentiate_in_graph(ctx: Any, *grads: Tensor | None) -> tuple:
+        flags = [ctx.needs_input_grad[flat] for flat, _, _ in places]
+        result = [None] * len(ctx.needs_input_grad)
+        found = differentiate(ctx, backward_op, flags, grads[:differentiable])
+        for (flat, _, _), grad in zip(places, found, strict=True):
+            result[flat] = grad
+        return tuple(result)
+
+    op.register_autograd(differentiate_in_graph, setup_context=set_up)
 
     def forward_eagerly(ctx: Any, *inputs: Any) -> Any:
         # a `setup_context` of its own would have torch bind the signature anew for each call
-        inputs = *inputs[:-1], *inputs[-1]
-        output = forward(*inputs)
-        setup_context(ctx, inputs, output)
+        output = forward(*inputs[-1])
+        remember(ctx, inputs[-1], output)
         return output
 
     def differentiate_eagerly(ctx: Any, *grads: Tensor | None) -> tuple:
-        grads = tuple(_address.gradient(name, grad) for grad in grads)
-        return *differentiate(False, ctx, *grads)[:learned], None
+        grads = tuple(_address.gradient(name, grad) for grad in grads[:differentiable])
+        return *differentiate(ctx, backward, ctx.needs_input_grad[:-1], grads), None
 
     function = type(
         name,
@@ -108,22 +152,26 @@ def register(
         },
     )
 
-    def eager(*inputs: Any) -> Any:
+    def eager(*args: Any) -> Any:
         forward_mode = forward_ad._current_level >= 0  # its derivative is an error, not left out
         if forward_mode or torch.is_grad_enabled():
-            first = inputs[:learned]
-            for x in first:
+            inputs = [args[i] if j is None else args[i][j] for _, i, j in places]
+            for x in inputs:
                 if isinstance(x, Tensor) and (forward_mode or x.requires_grad):
-                    return function.apply(*first, inputs[learned:])
-        return forward(*inputs)
+                    # to autograd the others are one constant: each argument costs time
+                    output = function.apply(*inputs, args)
+                    return output if layout.output is None else layout.output(*output)
+        return forward(*args)
 
-    return _by_mode(in_graph, eager)
+    return _by_mode(layout, in_graph, eager)
 
 
 Coefficient = Annotated[float, "0 switches its term off"]
+PerToken = Annotated[Tensor | None, "of the shape of the call, and of the dtypes of its arithmetic"]
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
+    PerToken: "Tensor?",
     float: "float",
     float | None: "float?",
     Coefficient: "coefficient",
@@ -133,24 +181,59 @@ _SCHEMA_TYPES = {
 }
 
 
-def schema_of(*structs: type, returns: int) -> str:
-    """Return the schema of an op that takes the fields of NamedTuples, then the backend's name.
-
-    Numbers stand in it as such; `_custom_op` makes tensors of them.
-    """
-    arguments = [
-        f"{_SCHEMA_TYPES[kind]} {name}"
-        for struct in structs
-        for name, kind in struct.__annotations__.items()
-    ]
-    return f"({', '.join([*arguments, 'str backend'])}) -> ({', '.join(['Tensor'] * returns)})"
+def of_kind(struct: type, kind: Any) -> Callable[[Any], tuple]:
+    """Return what takes the fields of one type out of a NamedTuple, of two at least."""
+    return itemgetter(*(i for i, its in enumerate(struct.__annotations__.values()) if its == kind))
 
 
+class _Layout:
+    """The parameters of a function, and the same laid flat: fields of NamedTuples side by side."""
+
+    def __init__(self, function: Callable[..., Any], **types: type) -> None:
+        """Read a function's annotations; `types` stand in place of some."""
+        hints = get_type_hints(function, include_extras=True) | types
+        returned = hints.pop("return")
+        self.output = None if returned is Tensor else returned
+        self.schema_of_output = ", ".join(["Tensor"] * len(getattr(returned, "_fields", "1")))
+        self.structs = [kind if hasattr(kind, "_fields") else None for kind in hints.values()]
+        self.fields: dict[str, str] = {}  # of the flat arguments, and their types in a schema
+        self.tensors: list[bool] = []  # of the parameters: whether they hold tensors
+        self._places: dict[str, tuple[int, int, int | None]] = {}
+        for i, (parameter, kind) in enumerate(hints.items()):
+            within = kind.__annotations__ if self.structs[i] else {parameter: kind}
+            for j, (field, its) in enumerate(within.items()):
+                if field in self.fields:
+                    raise TypeError(f"{function.__qualname__}: two arguments are named {field}")
+                self._places[field] = len(self.fields), i, j if self.structs[i] else None
+                self.fields[field] = _SCHEMA_TYPES.get(its, "")  # "": not of an op in graphs
+            self.tensors.append({_SCHEMA_TYPES.get(its) for its in within.values()} <= _TENSORS)
+
+    def place(self, field: str) -> tuple[int, int, int | None]:
+        """Return where a field is: flat; of which parameter; in that (None: it is all of it)."""
+        return self._places[field]
+
+    def flat(self, args: Sequence[Any]) -> list[Any]:
+        """Return arguments, laid flat."""
+        out: list[Any] = []
+        for x in args:
+            out.extend(x) if isinstance(x, tuple) else out.append(x)
+        return out
+
+    def deep(self, flat: Sequence[Any]) -> list[Any]:
+        """Return arguments that were laid flat."""
+        rest = iter(flat)
+        return [
+            next(rest) if struct is None else struct(*islice(rest, len(struct._fields)))
+            for struct in self.structs
+        ]
+
+
+_TENSORS = {"Tensor", "Tensor?"}
 _IN_GRAPHS = {"float": "Tensor", "float?": "Tensor?", "coefficient": "Tensor?"}
 
 
 def _custom_op(
-    name: str, kernel: Callable[..., Any], fake: Callable[..., Any], schema: str | None = None
+    name: str, layout: _Layout, kernel: Callable[..., Any], fake: Callable[..., Any]
 ) -> tuple[Any, Callable[..., Any]]:
     """Register an op of `torch.library`; return it, and a function that calls it with numbers.
 
@@ -158,11 +241,10 @@ def _custom_op(
     0-d tensors, which its kernel reads when it runs. A coefficient that is 0 in every call of a
     graph is None. Of one that varies the graph has all outputs: they are 0 where it is.
     """
-    schema = schema or torch.library.infer_schema(kernel, mutates_args=())
-    arguments, returns = schema.lstrip("(").split(") -> ")
-    kinds, names = zip(*(argument.split(" ", 1) for argument in arguments.split(", ")), strict=True)
+    kinds = tuple(layout.fields.values())
     places = [i for i, kind in enumerate(kinds) if kind in _IN_GRAPHS]
-    in_graph = (f"{_IN_GRAPHS.get(k, k)} {n}" for k, n in zip(kinds, names, strict=True))
+    coefficients = [i for i in places if kinds[i] == "coefficient"]
+    schema = ", ".join(f"{_IN_GRAPHS.get(k, k)} {n}" for n, k in layout.fields.items())
 
     def with_numbers(args: tuple, read: Callable[[Tensor], float]) -> list[Any]:
         given = list(args)
@@ -176,32 +258,41 @@ def _custom_op(
     def unknown(_: Tensor) -> float:
         return math.nan  # other than 0, and nothing else is looked at
 
+    def promised(*args: Any) -> Any:
+        return _plain(fake(*layout.deep(with_numbers(args, unknown))))
+
     def run(*args: Any) -> Any:
         given = with_numbers(args, Tensor.item)
-        out = kernel(*given)
-        if any(kinds[i] == "coefficient" and given[i] == 0 and args[i] is not None for i in places):
-            promised = fake(*with_numbers(args, unknown))
-            out = (
-                x if x.shape == p.shape else p.zero_() for x, p in zip(out, promised, strict=True)
-            )
-            out = tuple(out)
+        out = _plain(kernel(*layout.deep(given)))
+        if any(given[i] == 0 and args[i] is not None for i in coefficients):
+            pairs = zip(out, promised(*args), strict=True)
+            out = tuple(x if x.shape == p.shape else p.zero_() for x, p in pairs)
         return out
 
     def call(*args: Any) -> Any:
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-        given = list(args)
+        given = layout.flat(args)
         for i in places:
             if given[i] is not None:
                 off = kinds[i] == "coefficient" and statically_known_true(given[i] == 0)
                 given[i] = None if off else scalar(given[i])
-        return op(*given)
+        out = op(*given)
+        return out if layout.output is None else layout.output(*out)
 
     op = torch.library.custom_op(
-        f"ppokern::{name}", run, mutates_args=(), schema=f"({', '.join(in_graph)}) -> {returns}"
+        f"ppokern::{name}",
+        run,
+        mutates_args=(),
+        schema=f"({schema}) -> ({layout.schema_of_output})",
     )
-    op.register_fake(lambda *args: fake(*with_numbers(args, unknown)))
+    op.register_fake(promised)
     return op, call
+
+
+def _plain(out: Any) -> Any:
+    """Return a tensor, or the plain tuple of a NamedTuple."""
+    return tuple(out) if isinstance(out, tuple) else out
 
 
 def scalar(x: float) -> Tensor:
@@ -223,9 +314,15 @@ def is_on(coefficient: float) -> bool:
     return coefficient != 0
 
 
-def _by_mode(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+def makes_graph(args: Sequence[Any]) -> bool:
+    """Return whether a call on these arguments makes a graph, or only finds out shapes."""
+    return torch.compiler.is_compiling() or _address.tracing(args)
+
+
+def _by_mode(
+    layout: _Layout, in_graph: Callable[..., Any], eager: Callable[..., Any]
+) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        graph = torch.compiler.is_compiling() or _address.tracing(args)
-        return compiled(*args) if graph else eager(*args)
+        return in_graph(*args) if makes_graph(layout.flat(args)) else eager(*args)
 
     return call

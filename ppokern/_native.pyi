@@ -7,6 +7,8 @@ View = int | tuple[int, int, int]
 Dense = int
 Rows = tuple[int, int, int]  # address, address of the rows' offsets or 0, row stride
 
+fields: dict[str, tuple[str, ...]]  # of each function's arguments, in order
+
 def cpu_capability() -> str: ...
 def getenv(name: str, /) -> str | None: ...
 def gae(

@@ -55,7 +55,7 @@ def walk(call: Call, at: list[tuple[int, ...]], last_value: float, real: type) -
     next_advantage, next_value, last = real(0), real(last_value), True
     for t in reversed(range(n)):
         if not mask[t]:
-            if call["decay"] and not last:
+            if call["masked_are_steps"] and not last:
                 next_advantage = gamma * next_value + decay * next_advantage
                 next_value = real(0)
             continue
@@ -127,7 +127,8 @@ def make(
         next_values=floats(shape) if next_values else None,
         last_values=floats(per_sequence) if last_values else None,
         cu_seqlens=torch.tensor(bounds) if layout == "packed" else None,
-        gamma=0.97, lam=0.9, decay=decay, time_dim=0 if layout == "TB" else -1, check=True,
+        gamma=0.97, lam=0.9, masked_are_steps=decay, time_dim=0 if layout == "TB" else -1,
+        check=True,
     )  # fmt: skip
     if masked:
         call["mask"] = bools(1 - masked)
@@ -279,7 +280,7 @@ def test_lengths_about_tiles(layout: str, length: int) -> None:
     lengths = [length - i for i in range(5)] if layout == "packed" else [length] * 5
     call = make(layout, lengths, flags="both", masked=0.1, next_values=True)
     for decay in (False, True):
-        assert_right(call | {"decay": decay})
+        assert_right(call | {"masked_are_steps": decay})
     call = make(layout, lengths, masked=0.1, decay=True)
     call["mask"].view(-1)[length // 4 : -length // 8] = False
     assert_right(call)

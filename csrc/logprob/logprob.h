@@ -11,18 +11,18 @@ namespace ppokern {
 enum LogitsType : int { kFloat, kBf16, kFp16 };
 
 // What both passes read. A tensor per token has a stride of its own, 0 where it holds one value.
-struct TokenLogits {
-  Rows logits;                     // (rows, V)
-  int type;                        // a LogitsType
-  View<const int64_t> token_ids;   // -100: masked
-  View<const uint8_t> mask;        // absent: all True
-  View<const float> temperatures;  // absent: temperature
-  float temperature;
-  float softcap;  // 0: none
-  int64_t rows;
-  int64_t vocab_size;  // columns that count
-  int threads;
-};
+#define TOKEN_LOGITS(FIELD)                                        \
+  FIELD(Rows, logits)                    /* (rows, V) */           \
+  FIELD(int, type)                       /* a LogitsType */        \
+  FIELD(View<const int64_t>, token_ids)  /* -100: masked */        \
+  FIELD(View<const uint8_t>, mask)       /* absent: all True */    \
+  FIELD(View<const float>, temperatures) /* absent: temperature */ \
+  FIELD(float, temperature)                                        \
+  FIELD(float, softcap) /* 0: none */                              \
+  FIELD(int64_t, rows)                                             \
+  FIELD(int64_t, vocab_size) /* columns that count */              \
+  FIELD(int, threads)
+PPOKERN_ARGS(TokenLogits, TOKEN_LOGITS)
 
 PPOKERN_HOST_DEVICE inline bool is_taken(const TokenLogits& tokens, int64_t row) {
   return (!tokens.mask.data || *tokens.mask.at(row, 0)) && *tokens.token_ids.at(row, 0) != -100;
@@ -65,30 +65,30 @@ struct LogprobRow {
   float log_sum;  // logsumexp = max / temperature + log_sum
 };
 
-struct LogprobForwardArgs {
-  TokenLogits tokens;
-  View<float> logprobs;
-  View<float> entropy;  // absent: not made
-  View<LogprobRow> found;
-};
+#define LOGPROB_FORWARD_ARGS(FIELD)                  \
+  FIELD(View<float>, logprobs)                       \
+  FIELD(View<float>, entropy) /* absent: not made */ \
+  FIELD(View<LogprobRow>, found)
+PPOKERN_ARGS_WITHIN(LogprobForwardArgs, TokenLogits, tokens, TOKEN_LOGITS, LOGPROB_FORWARD_ARGS)
 
-struct LogprobBackwardArgs {
-  TokenLogits tokens;
-  View<const float> grad_logprobs;  // absent: 0
-  View<const float> grad_entropy;   // absent: 0
-  View<const LogprobRow> found;     // by the forward pass, with entropy where grad_entropy is there
-  Rows out;                         // (rows, width), may be the logits
-  int64_t width;                    // columns from vocab_size on become 0
-  bool compact;  // the unmasked rows go to the first rows of out, the others stay or are lost
-};
+#define LOGPROB_BACKWARD_ARGS(FIELD)                                                        \
+  FIELD(View<const float>, grad_logprobs) /* absent: 0 */                                   \
+  FIELD(View<const float>, grad_entropy)  /* absent: 0 */                                   \
+  FIELD(View<const LogprobRow>,                                                             \
+        found)          /* by the forward pass, with entropy where grad_entropy is there */ \
+  FIELD(Rows, out)      /* (rows, width), may be the logits */                              \
+  FIELD(int64_t, width) /* columns from vocab_size on become 0 */                           \
+  FIELD(bool,                                                                               \
+        compact) /* the unmasked rows go to the first rows of out, the others stay or are lost */
+PPOKERN_ARGS_WITHIN(LogprobBackwardArgs, TokenLogits, tokens, TOKEN_LOGITS, LOGPROB_BACKWARD_ARGS)
 
 // Whether each unmasked id is one of the `vocab_size` columns or -100.
-struct TokenIds {
-  View<const int64_t> token_ids;
-  View<const uint8_t> mask;  // absent: all True
-  int64_t rows;
-  int64_t vocab_size;
-};
+#define TOKEN_IDS(FIELD)                                  \
+  FIELD(View<const int64_t>, token_ids)                   \
+  FIELD(View<const uint8_t>, mask) /* absent: all True */ \
+  FIELD(int64_t, rows)                                    \
+  FIELD(int64_t, vocab_size)
+PPOKERN_ARGS(TokenIds, TOKEN_IDS)
 
 bool token_ids_fit(const TokenIds& args);
 

@@ -11,42 +11,46 @@ namespace ppokern {
 enum class Aggregate { kTokenMean, kSequenceMean, kSequenceSum, kSum, kNone };
 enum class KlKind { kK1, kK2, kK3 };
 
+constexpr const char* kAggregates[] = {"token_mean", "sequence_mean", "sequence_sum", "sum",
+                                       "none"};
+constexpr const char* kKlKinds[] = {"k1", "k2", "k3"};
+
 // Tensors per token are contiguous; an absent one switches its part off.
-struct PpoLossArgs {
-  Dense<const float> logprobs;
-  Dense<const float> entropy;
-  Dense<const float> values;
-  Dense<const float> old_logprobs;
-  Dense<const float> advantages;
-  Dense<const float> weights;  // absent: 1
-  Dense<const float> ref_logprobs;
-  Dense<const float> old_values;  // absent: values are not clipped
-  Dense<const float> returns;
-  Dense<const uint8_t> mask;         // absent: all True
-  Dense<const uint8_t> value_mask;   // the same, of the value term
-  Dense<const int64_t> cu_seqlens;   // absent: not packed
-  std::optional<float> denominator;  // none: the count of tokens or sequences
-  std::optional<float> value_denominator;
-  int64_t sequences;
-  int64_t tokens;  // of all sequences, at least one
-  double low;      // the clip range is [1 - low, 1 + high]
-  double high;
-  float dual_clip;        // infinity: none
-  float log_ratio_limit;  // infinity: none
-  Aggregate aggregate;
-  float entropy_coef;
-  float kl_coef;
-  KlKind kl_kind;
-  float value_clip_range;
-  float value_coef;
-  int threads;
-  Dense<float> loss;   // one number, per token for the aggregate kNone
-  Dense<float> stats;  // in the order of reference.stat_names
-  Dense<float> logprob_slopes;
-  Dense<float> ratio_slopes;  // present: the ratio is that of a sequence
-  Dense<float> entropy_slopes;
-  Dense<float> value_slopes;
-};
+#define PPO_LOSS_ARGS(FIELD)                                                            \
+  FIELD(Dense<const float>, logprobs)                                                   \
+  FIELD(Dense<const float>, entropy)                                                    \
+  FIELD(Dense<const float>, values)                                                     \
+  FIELD(Dense<const float>, old_logprobs)                                               \
+  FIELD(Dense<const float>, advantages)                                                 \
+  FIELD(Dense<const float>, weights) /* absent: 1 */                                    \
+  FIELD(Dense<const float>, ref_logprobs)                                               \
+  FIELD(Dense<const float>, old_values) /* absent: values are not clipped */            \
+  FIELD(Dense<const float>, returns)                                                    \
+  FIELD(Dense<const uint8_t>, mask)        /* absent: all True */                       \
+  FIELD(Dense<const uint8_t>, value_mask)  /* the same, of the value term */            \
+  FIELD(Dense<const int64_t>, cu_seqlens)  /* absent: not packed */                     \
+  FIELD(std::optional<float>, denominator) /* none: the count of tokens or sequences */ \
+  FIELD(std::optional<float>, value_denominator)                                        \
+  FIELD(int64_t, sequences)                                                             \
+  FIELD(int64_t, tokens) /* of all sequences, at least one */                           \
+  FIELD(double, low)     /* the clip range is [1 - low, 1 + high] */                    \
+  FIELD(double, high)                                                                   \
+  FIELD(float, dual_clip)       /* infinity: none */                                    \
+  FIELD(float, log_ratio_limit) /* infinity: none */                                    \
+  FIELD(Aggregate, aggregate)                                                           \
+  FIELD(float, entropy_coef)                                                            \
+  FIELD(float, kl_coef)                                                                 \
+  FIELD(KlKind, kl_kind)                                                                \
+  FIELD(float, value_clip_range)                                                        \
+  FIELD(float, value_coef)                                                              \
+  FIELD(int, threads)                                                                   \
+  FIELD(Dense<float>, loss)  /* one number, per token for the aggregate kNone */        \
+  FIELD(Dense<float>, stats) /* in the order of reference.stat_names */                 \
+  FIELD(Dense<float>, logprob_slopes)                                                   \
+  FIELD(Dense<float>, ratio_slopes) /* present: the ratio is that of a sequence */      \
+  FIELD(Dense<float>, entropy_slopes)                                                   \
+  FIELD(Dense<float>, value_slopes)
+PPOKERN_ARGS(PpoLossArgs, PPO_LOSS_ARGS)
 
 void ppo_loss_cpu(const PpoLossArgs& args);
 

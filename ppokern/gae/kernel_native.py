@@ -41,29 +41,30 @@ def gae(x: Inputs, o: Options, check: bool, on_cuda: bool = False) -> tuple[Tens
     def per_sequence(x: Tensor | None) -> tuple[int, int, int]:
         return (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0) if x.dim() else 0, 0)
 
-    args = (
-        steps(rewards),
-        steps(values),
-        steps(x.mask),
-        steps(x.bootstrap),
-        steps(x.bootstrap if x.continues is None else x.continues),
-        steps(next_values),
-        per_sequence(last_values),
-        steps(advantages),
-        steps(returns),
-        per_sequence(cu_seqlens),
-        sequences,
-        rewards.shape[time_dim],
-        o.gamma,
-        o.gamma * o.lam,
-        o.decay,
-        torch.get_num_threads(),
-    )
+    values_of = {
+        "rewards": steps(rewards),
+        "values": steps(values),
+        "mask": steps(x.mask),
+        "bootstrap": steps(x.bootstrap),
+        "continues": steps(x.bootstrap if x.continues is None else x.continues),
+        "next_values": steps(next_values),
+        "last_values": per_sequence(last_values),
+        "cu_seqlens": per_sequence(cu_seqlens),
+        "advantages": steps(advantages),
+        "returns": steps(returns),
+        "sequences": sequences,
+        "steps": rewards.shape[time_dim],
+        "gamma": o.gamma,
+        "decay": o.gamma * o.lam,
+        "masked_are_steps": o.masked_are_steps,
+        "threads": torch.get_num_threads(),
+    }
     if not on_cuda:
-        finite = _native.gae(*args)
+        finite = _launch.run(_native, "gae", values_of)
         return advantages, returns, finite or not check
     malformed = torch.empty(1, dtype=torch.int32, device=rewards.device)
     with _launch.on_device_of(rewards):
-        _cuda.gae(*args, malformed.data_ptr(), _launch.stream(rewards))
+        rest = malformed.data_ptr(), _launch.stream(rewards)
+        _launch.run(_cuda, "gae", values_of, *rest)
     finite = not check or bool((advantages.isfinite() & returns.isfinite()).all())
     return advantages, returns, finite

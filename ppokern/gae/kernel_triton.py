@@ -198,15 +198,16 @@ def gae(x: Inputs, o: Options, check: bool) -> tuple[Tensor, Tensor, bool]:
             return 0, 0
         return t.stride(1 + time_dim) if t.dim() == 2 else t.stride(0), t.stride(time_dim)
 
+    per_step = rewards, x.values, x.mask, x.bootstrap, x.continues, x.next_values
     last, (row_stride, step_stride) = x.last_values, strides(rewards)
     time_major = 0 < row_stride < step_stride
     rows, steps = SHORT if time_major or length <= SHORT[1] else LONG
     with _launch.on_device_of(rewards):
         gae_kernel[(triton.cdiv(sequences, rows),)](
-            *(each for t in x[:6] for each in (t, *strides(t))),
+            *(each for t in per_step for each in (t, *strides(t))),
             last, last.stride(0) if last is not None and sequences > 1 else 0,
             advantages, returns, *strides(advantages), cu_seqlens, sequences, length,
-            o.gamma, o.gamma * o.lam, COUNT_MASKED=o.decay and x.mask is not None,
+            o.gamma, o.gamma * o.lam, COUNT_MASKED=o.masked_are_steps and x.mask is not None,
             TIME_MAJOR=time_major, ROWS=rows, STEPS=steps, num_warps=WARPS,
         )  # fmt: skip
     spoil(cu_seqlens, length, advantages, returns)

@@ -26,7 +26,6 @@ WHITEN_KERNELS = {
     "triton": "ppokern.gae.kernel_triton:whiten",
 }
 MOST = torch.finfo(torch.float64).max
-_INPUTS = len(Inputs._fields)
 
 
 @_library.loadable
@@ -37,8 +36,7 @@ class Advantages(NamedTuple):
     returns: Tensor
 
 
-def _gae(*args: Any) -> tuple[Tensor, Tensor]:
-    x, o, backend = Inputs(*args[:_INPUTS]), Options(*args[_INPUTS:-1]), args[-1]
+def _gae(x: Inputs, o: Options, backend: str) -> Advantages:
     _check.within("gamma", o.gamma, 0, 1)
     _check.within("lam", o.lam, 0, 1)
     kernel = _backend.select("gae", KERNELS, backend, x.rewards.device, reference.arithmetic(x))
@@ -46,47 +44,45 @@ def _gae(*args: Any) -> tuple[Tensor, Tensor]:
     advantages, returns, finite = kernel(x, o, check)
     if check and not finite:
         _raise_fault(x, o, ~(advantages.isfinite() & returns.isfinite()))
-    return advantages, returns
+    return Advantages(advantages, returns)
 
 
-def _gae_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    x = Inputs(*args[:_INPUTS])
+def _gae_fake(x: Inputs, o: Options, backend: str) -> Advantages:
     new, dtype = x.rewards.new_empty, reference.arithmetic(x)
-    return new(x.rewards.shape, dtype=dtype), new(x.rewards.shape, dtype=dtype)
+    return Advantages(new(x.rewards.shape, dtype=dtype), new(x.rewards.shape, dtype=dtype))
 
 
-_gae_op = _library.register(
-    "gae", _gae, _gae_fake, schema=_library.schema_of(Inputs, Options, returns=2)
-)
+_gae_op = _library.register("gae", _gae, _gae_fake)
 
 
 def _raise_fault(x: Inputs, o: Options, overflow: Tensor) -> NoReturn:
     """Name what made a result that is not finite, and where."""
-    rewards, values, mask, bootstrap, continues, next_values, last_values, cu_seqlens = x
-    time_major = o.time_dim == 0 and rewards.dim() == 2
-    valid = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
-    boot = torch.ones_like(valid) if bootstrap is None else bootstrap
-    goes_on = boot if continues is None else continues
+    next_values, last_values = x.next_values, x.last_values
+    time_major = o.time_dim == 0 and x.rewards.dim() == 2
+    valid = torch.ones_like(x.rewards, dtype=torch.bool) if x.mask is None else x.mask
+    boot = torch.ones_like(valid) if x.bootstrap is None else x.bootstrap
+    goes_on = boot if x.continues is None else x.continues
     time_last = valid.t() if time_major else valid
-    last_of_time = Sequences(time_last.shape, cu_seqlens).is_last(time_last)
+    sequences = Sequences(time_last.shape, x.cu_seqlens)
+    last_of_time = sequences.is_last(time_last)
     last = last_of_time.t() if time_major else last_of_time
 
-    def look(name: str, bad: Tensor, expected: str, x: Tensor | str) -> None:
+    def look(name: str, bad: Tensor, expected: str, found: Tensor | str) -> None:
         if (at := _check.first(bad)) is not None:
-            got = x if isinstance(x, str) else x.reshape(-1)[at].item()
+            got = found if isinstance(found, str) else found.reshape(-1)[at].item()
             _check.fail(name, expected, f"{got} at {_check.place(at, bad.shape)}")
 
-    look("rewards", valid & ~rewards.isfinite(), "finite values", rewards)
-    look("values", valid & ~values.isfinite(), "finite values", values)
+    look("rewards", valid & ~x.rewards.isfinite(), "finite values", x.rewards)
+    look("values", valid & ~x.values.isfinite(), "finite values", x.values)
     bootstrapped = "finite values where they are bootstrapped from"
     if next_values is not None:
         look("next_values", valid & boot & ~next_values.isfinite(), bootstrapped, next_values)
     elif last_values is not None:
         used = last_of_time & (boot.t() if time_major else boot)
-        reached = Sequences(time_last.shape, cu_seqlens).sum(used.float()) > 0
+        reached = sequences.sum(used.float()) > 0
         look("last_values", reached & ~last_values.isfinite(), bootstrapped, last_values)
     inside = valid & ~last
-    name = "bootstrap" if continues is None else "continues"
+    name = "bootstrap" if x.continues is None else "continues"
     look(name, inside & goes_on & ~boot, "no continuation without bootstrapping", "one")
     if next_values is None:
         look("next_values", inside & boot & ~goes_on, "a tensor, as trajectories are cut", "a cut")
@@ -185,9 +181,12 @@ def gae(
         bootstrap = None if terminated is None else ~terminated
         if truncated is not None:
             continues = ~truncated if bootstrap is None else bootstrap & ~truncated
-    inputs = rewards, values, mask, bootstrap, continues, next_values, last_values, cu_seqlens
-    options = gamma, lam, mask_mode == "decay", time_dim
-    return Advantages(*_gae_op(*map(_check.constant, inputs), *options, _backend.asked_for()))
+    x = Inputs(rewards, values, mask, bootstrap, continues, next_values, last_values, cu_seqlens)
+    return _gae_op(
+        _check.constants(x),
+        Options(gamma, lam, mask_mode == "decay", time_dim),
+        _backend.asked_for(),
+    )
 
 
 def _whiten(

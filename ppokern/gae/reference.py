@@ -36,7 +36,7 @@ class Options(NamedTuple):
 
     gamma: float
     lam: float
-    decay: bool  # whether a masked position between unmasked ones is a step
+    masked_are_steps: bool  # those between unmasked ones, of reward 0 and value 0
     time_dim: int
 
 
@@ -53,7 +53,9 @@ def gae(x: Inputs, o: Options, check: bool) -> tuple[Tensor, Tensor, bool]:
     """
     dtype, time_major = arithmetic(x), o.time_dim == 0 and x.rewards.dim() == 2
     if time_major:
-        x = Inputs(*(None if t is None else t.t() for t in x[:6]), *x[6:])  # type: ignore
+        steps = ("rewards", "values", "mask", "bootstrap", "continues", "next_values")
+        given = {name: t for name in steps if (t := getattr(x, name)) is not None}
+        x = x._replace(**{name: t.t() for name, t in given.items()})
     rewards, values, mask, bootstrap, continues, next_values, last_values, cu_seqlens = x
     sequences = Sequences(rewards.shape, cu_seqlens)
     valid = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
@@ -62,7 +64,7 @@ def gae(x: Inputs, o: Options, check: bool) -> tuple[Tensor, Tensor, bool]:
     value = torch.where(valid, values.double(), 0.0)
 
     # V(next_t): the caller's, else the neighbour's, else behind the end the caller's or 0
-    if o.decay:
+    if o.masked_are_steps:
         follower = _later(value, 1, 0.0)
     else:
         behind = sequences.next_unmasked(valid).clamp(max=max(sequences.length - 1, 0))
@@ -82,7 +84,7 @@ def gae(x: Inputs, o: Options, check: bool) -> tuple[Tensor, Tensor, bool]:
     delta = tm.gae_delta(reward, value, torch.where(bootstraps, follower, 0.0), o.gamma)
     delta = torch.where(wrong, torch.nan, delta)
     carry = torch.where(goes_on & ~last, o.gamma * o.lam, torch.zeros_like(delta))
-    if not o.decay:
+    if not o.masked_are_steps:
         delta, carry = torch.where(valid, delta, 0.0), torch.where(valid, carry, 1.0)
 
     reach = 1

@@ -48,29 +48,29 @@ def loss_pass(
     used = how.valid.new_empty(rows) if how.compact else None
     o = slopes.options
     x = Rows(logits, token_ids, how.valid, head.temperature, head.softcap, width)
-    tokens, _memory = passes.tokens_of(x, rows)
-    per_token = (slopes.scale, slopes.old_logprobs, slopes.advantages, slopes.weights)
+    values, _memory = passes.tokens_of(x, rows)
+    values |= o._asdict()
+    values |= {
+        "numbers": _address(numbers),
+        "first": first,
+        "scales": _address(slopes.scale),
+        "old_logprobs": _address(slopes.old_logprobs),
+        "advantages": _address(slopes.advantages),
+        "weights": _address(slopes.weights),
+        "ref_logprobs": _address(slopes.ref_logprobs),
+        "dual_clip": torch.inf if o.dual_clip is None else o.dual_clip,
+        "log_ratio_limit": torch.inf if o.log_ratio_limit is None else o.log_ratio_limit,
+        "blocks": blocks,
+        "logprobs": _address(logprobs),
+        "entropy": _address(entropy),
+        "used": _address(used),
+        "width": width,
+    }
     with _launch.on_device_of(logits):
-        _cuda.linear_loss(
-            *tokens,
-            _address(numbers),
-            first,
-            *(_address(t) for t in (*per_token, slopes.ref_logprobs)),
-            o.low,
-            o.high,
-            torch.inf if o.dual_clip is None else o.dual_clip,
-            torch.inf if o.log_ratio_limit is None else o.log_ratio_limit,
-            o.entropy_coef,
-            o.kl_coef,
-            o.kl_kind,
-            blocks,
-            *(_address(t) for t in (logprobs, entropy, used)),
-            _launch.stream(logits),
-        )
+        _launch.run(_cuda, "linear_loss", values, _launch.stream(logits))
         kept = None if used is None else reference.kept_rows(used)
-        if used is not None and kept is not None:
-            place, kind = tokens[:2]
-            _cuda.move_up(place, kind, rows, width, used.data_ptr(), _launch.stream(logits))
+        if kept is not None:
+            _launch.run(_cuda, "move_up", values, _launch.stream(logits))
     return kept
 
 

@@ -1,7 +1,7 @@
 """The clipped PPO policy loss straight from hidden states, with its gradients in three GEMMs."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Integer
@@ -12,13 +12,14 @@ from ppokern._names import Aggregate, KLKind, Ratio
 from ppokern._sequences import spoil
 from ppokern.linear import reference
 from ppokern.linear.op import (
+    arithmetic,
     checked_head,
-    flat_temperatures,
     gradients_like,
+    laid_out,
     linear_logprobs,
     taken,
 )
-from ppokern.linear.reference import Head, LossPass
+from ppokern.linear.reference import HeadGradients, HeadInputs, HeadOptions, LossPass
 from ppokern.logprob import kernel_native
 from ppokern.logprob import reference as logprob_reference
 from ppokern.logprob.op import check_numbers
@@ -42,72 +43,62 @@ KERNELS: dict[str, LossPass | str] = {
 }
 
 
-class HeadInputs(NamedTuple):
-    """What makes the logits."""
+class Needed(NamedTuple):
+    """Which inputs want a gradient: it is made in the forward pass."""
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    token_ids: Tensor
-    temperatures: Tensor | None
+    hidden_learns: bool
+    weight_learns: bool
+    bias_learns: bool
 
 
-class HeadOptions(NamedTuple):
-    """How they are made, and which gradients are wanted."""
+class _Output(NamedTuple):
+    loss: Tensor
+    stats: Tensor
+    in_hidden: Tensor  # gradients of the loss, empty where not needed
+    in_weight: Tensor
+    in_bias: Tensor
 
-    temperature: float  # where there are no `temperatures`
-    softcap: float | None
-    vocab_size: int
-    max_logits_bytes: int
-    with_entropy: bool
-    compact: bool
-    need_hidden: bool
-    need_weight: bool
-    need_bias: bool
+    def gradients(self) -> HeadGradients:
+        return HeadGradients(self.in_hidden, self.in_weight, self.in_bias)
 
 
-_STRUCTS = (HeadInputs, Inputs, HeadOptions, Options)
+class _Made:
+    """Gradients of a call, which are handed out once, to be scaled where they stand."""
+
+    def __init__(self, gradients: HeadGradients) -> None:
+        self._gradients: HeadGradients | None = gradients
+
+    def take(self) -> HeadGradients | None:
+        gradients, self._gradients = self._gradients, None
+        return gradients
 
 
-def _split(args: tuple) -> tuple[HeadInputs, Inputs, HeadOptions, Options, str]:
-    parts, start = [], 0
-    for struct in _STRUCTS:
-        end = start + len(struct._fields)
-        parts.append(struct(*args[start:end]))
-        start = end
-    return *parts, args[start]
-
-
-def _forward(*args: Any) -> tuple[Tensor, ...]:
-    h, x, how, o, backend = _split(args)
+def _forward(
+    h: HeadInputs, x: Inputs, how: HeadOptions, o: Options, learns: Needed, backend: str
+) -> _Output:
     dtype = _dtype(h, x)
     check_numbers(how.temperature, how.softcap, dtype)
     x = with_checked_numbers(x, o, dtype)
     loss_pass = _backend.select("linear_ppo_loss", KERNELS, backend, h.hidden.device, dtype)
     shape, valid = h.token_ids.shape, taken(h.token_ids, x.mask)
     mask = valid.view(shape)
-    scale = flat_temperatures(h.temperatures)
-    scale = how.temperature if scale is None else scale
-    head = Head(h.weight, h.bias, scale, how.softcap, how.vocab_size, dtype)
-    hidden = h.hidden.reshape(len(valid), h.hidden.shape[-1])
-    plan = reference.plan(hidden, head, valid, how.compact, how.max_logits_bytes)
+    hidden, ids, head, plan = laid_out(h, how, valid, dtype)
+    slopes = loss_reference.TokenSlopes(x, o, mask, dtype)
     logprobs, entropy, gradients = reference.loss_gradients(
-        hidden, head, h.token_ids.reshape(-1), plan, loss_reference.TokenSlopes(x, o, mask, dtype),
-        how.with_entropy, (how.need_hidden, how.need_weight, how.need_bias), loss_pass,
-    )  # fmt: skip
+        hidden, head, ids, plan, slopes, how.with_entropy, learns, loss_pass
+    )
     entropy = None if entropy is None else entropy.view(shape)
     loss, stats, *_ = loss_reference.forward(
         x._replace(logprobs=logprobs.view(shape), entropy=entropy, mask=mask), o
     )
     spoil(x.cu_seqlens, len(valid), *gradients)
-    in_hidden, in_weight, in_bias = gradients
-    if how.need_hidden:
-        in_hidden = in_hidden.view(h.hidden.shape)
-    return loss, stats, in_hidden, in_weight, in_bias
+    if learns.hidden_learns:
+        gradients = gradients._replace(hidden=gradients.hidden.view(h.hidden.shape))
+    return _Output(loss, stats, *gradients)
 
 
 def _dtype(h: HeadInputs, x: Inputs) -> torch.dtype:
-    return _check.arithmetic(h.hidden, h.weight, h.bias, h.temperatures, *x[:9])
+    return torch.promote_types(arithmetic(h), loss_reference.arithmetic(x))
 
 
 def _named(x: Inputs, h: HeadInputs, how: HeadOptions) -> Inputs:
@@ -115,53 +106,51 @@ def _named(x: Inputs, h: HeadInputs, how: HeadOptions) -> Inputs:
     return x._replace(logprobs=h.token_ids, entropy=h.token_ids if how.with_entropy else None)
 
 
-def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    h, x, how, o, _ = _split(args)
+def _forward_fake(
+    h: HeadInputs, x: Inputs, how: HeadOptions, o: Options, learns: Needed, backend: str
+) -> _Output:
     dtype, names = _dtype(h, x), loss_reference.stat_names(_named(x, h, how), o)
-    return (
-        h.hidden.new_empty((), dtype=dtype),
-        h.hidden.new_empty(len(names), dtype=dtype),
-        *gradients_like(
-            h[:3], (how.need_hidden, how.need_weight, how.need_bias), reference.held_dtype
-        ),
+    gradients = gradients_like(h, learns, reference.held_dtype)
+    new = h.hidden.new_empty
+    return _Output(new((), dtype=dtype), new(len(names), dtype=dtype), *gradients)
+
+
+def _keep(
+    h: HeadInputs, x: Inputs, how: HeadOptions, o: Options, learns: Needed, backend: str,
+    out: _Output,
+) -> tuple:  # fmt: skip
+    return h, x, how, o, learns, backend, _Made(out.gradients())
+
+
+def _backward(
+    grad: Tensor,
+    needed: tuple,
+    h: HeadInputs,
+    x: Inputs,
+    how: HeadOptions,
+    o: Options,
+    learns: Needed,
+    backend: str,
+    made: _Made,
+) -> tuple[Tensor | None, ...]:
+    graph = _library.makes_graph((grad,))
+    gradients = made.take()
+    if gradients is None:  # for a second backward pass they are made again
+        gradients = _forward(h, x, how, o, learns, backend).gradients()
+    each = zip(gradients, learns, (h.hidden, h.weight, h.bias), strict=True)
+    scale = torch.mul if graph else Tensor.mul_
+    return tuple(
+        scale(g, grad).to(p.dtype) if need and p is not None else None for g, need, p in each
     )
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    tensors = [x if isinstance(x, Tensor) else None for x in inputs]
-    ctx.save_for_backward(*tensors)
-    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
-    ctx.gradients, ctx.dtypes = output[2:], [None if x is None else x.dtype for x in inputs[:3]]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, gradient: Any, grad: Tensor | None, *rest: Any) -> tuple:
-    *_, how, _, _ = _split(tuple(ctx.others))
-    needed = (how.need_hidden, how.need_weight, how.need_bias)
-    result: tuple = (None,) * 3
-    if grad is not None:
-        # scaled where they stand and handed out; for a second backward pass they are made again
-        gradients = ctx.gradients
-        if not ctx.compiled:
-            ctx.gradients = None
-        if gradients is None:
-            saved = zip(ctx.saved_tensors, ctx.others, strict=True)
-            gradients = _forward(*(other if x is None else x for x, other in saved))[2:]
-        each = zip(gradients, needed, ctx.dtypes, strict=True)
-        scale = torch.mul if ctx.compiled else Tensor.mul_
-        result = tuple(scale(g, grad).to(dtype) if need else None for g, need, dtype in each)
-    return result
 
 
 _linear_ppo_loss = _library.register(
     "linear_ppo_loss",
     _forward,
     _forward_fake,
-    setup_context=_setup_context,
+    trained=HeadGradients._fields,
+    keep=_keep,
     backward=_backward,
-    schema=_library.schema_of(*_STRUCTS, returns=5),
-    learned=3,
 )
 
 
@@ -250,15 +239,17 @@ def linear_ppo_loss(
         clip_range, dual_clip, ratio, aggregate, log_ratio_limit, entropy_coef, kl_coef, kl_kind
     )
     need_tensor("ref_logprobs", ref_logprobs, o.kl_coef)
-    ids, temperatures, number, cap, size, most = checked_head(
-        hidden, weight, bias, token_ids, mask, temperature, softcap, vocab_size, max_logits_bytes
-    )
+    with_entropy = entropy_stats or _library.is_on(o.entropy_coef)
+    h, how = checked_head(
+        hidden, weight, bias, token_ids, mask, temperature, softcap, vocab_size, max_logits_bytes,
+        compact, with_entropy,
+    )  # fmt: skip
+    ids = h.token_ids
     checked_tensors(
         ids, cu_seqlens, old_logprobs=old_logprobs, advantages=advantages, weights=weights,
         ref_logprobs=ref_logprobs, mask=mask,
     )  # fmt: skip
     denominator = checked_denominator("denominator", denominator, aggregate, hidden.device)
-    with_entropy = entropy_stats or _library.is_on(o.entropy_coef)
     x = Inputs(
         old_logprobs=_check.constant(old_logprobs),
         advantages=_check.constant(advantages),
@@ -268,20 +259,13 @@ def linear_ppo_loss(
         cu_seqlens=cu_seqlens,
         denominator=denominator,
     )
-    learns = torch.is_grad_enabled()
-    needs = [learns and p is not None and p.requires_grad for p in (hidden, weight, bias)]
-    if ratio == "sequence" or not any(needs):
-        logprobs, entropy = linear_logprobs(
-            hidden, weight, ids, bias, mask, temperature, softcap, vocab_size, max_logits_bytes,
-            compact, with_entropy,
-        )  # fmt: skip
-        valid = taken(ids, mask).view(ids.shape)
+    trained, on = (hidden, weight, bias), torch.is_grad_enabled()
+    learns = Needed(*(on and p is not None and p.requires_grad for p in trained))
+    if ratio == "sequence" or not any(learns):
+        logprobs, entropy = linear_logprobs(h, mask, how)
         entropy = entropy if with_entropy else None
-        x = x._replace(logprobs=logprobs, entropy=entropy, mask=valid)
+        x = x._replace(logprobs=logprobs, entropy=entropy, mask=taken(ids, mask).view(ids.shape))
         return run(x, o)
-    h = HeadInputs(hidden, weight, bias, ids, temperatures)
-    how = HeadOptions(number, cap, size, most, with_entropy, compact, *needs)
-    backend = _backend.asked_for()
-    loss, stats, *_ = _linear_ppo_loss(*h, *x, *how, *o, backend)
+    loss, stats, *_ = _linear_ppo_loss(h, x, how, o, learns, _backend.asked_for())
     names = loss_reference.stat_names(_named(x, h, how), o)
     return Loss(loss, dict(zip(names, stats.unbind(), strict=True)))

@@ -1,7 +1,7 @@
 """Log-probs of selected tokens from hidden states: public functions and their derivatives."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Integer
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ppokern import _backend, _check, _library
 from ppokern.linear import reference
-from ppokern.linear.reference import Head
+from ppokern.linear.reference import Head, HeadGradients, HeadInputs, HeadOptions, Plan
 from ppokern.logprob.op import (
     KERNELS,
     LogProbs,
@@ -26,122 +26,107 @@ def taken(token_ids: Tensor, mask: Tensor | None) -> Tensor:
     return valid if mask is None else valid & mask.reshape(-1)
 
 
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperatures: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    vocab_size: int,
-    with_entropy: bool,
-    max_logits_bytes: int,
-    compact: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = _check.arithmetic(hidden, weight, bias, temperatures)
-    check_numbers(temperature, softcap, dtype)
-    kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, hidden.device, dtype)
-    scale = temperature if temperatures is None else temperatures
-    head = Head(weight, bias, scale, softcap, vocab_size, dtype)
-    valid = taken(token_ids, mask)
-    how = reference.plan(hidden, head, valid, compact, max_logits_bytes)
-    return reference.forward(hidden, head, token_ids, how, with_entropy, kernel)
+def arithmetic(h: HeadInputs) -> torch.dtype:
+    """Return the dtype of a call's arithmetic."""
+    return _check.arithmetic(h.hidden, h.weight, h.bias, h.temperatures)
 
 
-def _forward_fake(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperatures: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, ...]:
-    dtype = _check.arithmetic(hidden, weight, bias, temperatures)
-    shape = token_ids.shape
-    return tuple(hidden.new_empty(s, dtype=dtype) for s in (shape, shape, (*shape, 4)))
-
-
-def _gradient(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperatures: Tensor | None,
-    found: Tensor,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    temperature: float,
-    softcap: float | None,
-    vocab_size: int,
-    max_logits_bytes: int,
-    compact: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = found.dtype
-    kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, hidden.device, dtype)
-    scale = temperature if temperatures is None else temperatures
-    head = Head(weight, bias, scale, softcap, vocab_size, dtype)
-    valid = taken(token_ids, mask)
-    how = reference.plan(hidden, head, valid, compact, max_logits_bytes)
-    return reference.backward(
-        grad_logprobs, grad_entropy, hidden, head, token_ids, how,
-        found, (need_hidden, need_weight, need_bias), kernel,
-    )  # fmt: skip
-
-
-def _gradient_fake(*args: Any) -> tuple[Tensor, ...]:
-    return gradients_like(args[2:5], args[9:12])
+def laid_out(
+    h: HeadInputs, how: HeadOptions, valid: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Head, Plan]:
+    """Return hidden states and ids per row, the head, and how the call is cut."""
+    scale = how.temperature
+    if h.temperatures is not None:
+        scale = h.temperatures.reshape(-1) if h.temperatures.dim() else h.temperatures
+    head = Head(h.weight, h.bias, scale, how.softcap, how.vocab_size, dtype)
+    hidden = h.hidden.reshape(len(valid), h.hidden.shape[-1])
+    plan = reference.plan(hidden, head, valid, how.compact, how.max_logits_bytes)
+    return hidden, h.token_ids.reshape(-1), head, plan
 
 
 def gradients_like(
-    parameters: Sequence[Tensor | None],
-    needed: Sequence[bool],
+    h: HeadInputs,
+    needed: tuple,
     result_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
-) -> tuple[Tensor, ...]:
+) -> HeadGradients:
     """Return what has the shapes of the gradients that a kernel returns: empty where not needed."""
-    new_empty = next(p for p in parameters if p is not None).new_empty
-    return tuple(
-        p.new_empty(p.shape, dtype=result_dtype(p.dtype))
-        if p is not None and need
-        else new_empty(0)
-        for p, need in zip(parameters, needed, strict=True)
+    new_empty = h.hidden.new_empty
+    return HeadGradients(
+        *(
+            p.new_empty(p.shape, dtype=result_dtype(p.dtype))
+            if p is not None and need
+            else new_empty(0)
+            for p, need in zip((h.hidden, h.weight, h.bias), needed, strict=True)
+        )
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *numbers, ctx.with_entropy, max_logits_bytes, compact, backend = inputs[6:]
-    ctx.options = *numbers, max_logits_bytes, compact, backend
-    ctx.save_for_backward(*inputs[:6], output[-1])
-    ctx.mark_non_differentiable(output[-1])
-    ctx.set_materialize_grads(False)
+class _Output(NamedTuple):
+    logprobs: Tensor
+    entropy: Tensor  # 0 where it was not asked for
+    found: Tensor  # see `reference.forward` of the log-probs
 
 
-def _backward(ctx: Any, gradient: Any, *grads: Any) -> tuple:
-    grad_logprobs, grad_entropy = grads[0], grads[1] if ctx.with_entropy else None
-    needed = ctx.needs_input_grad[:3]
-    result: tuple = (None,) * 3
-    if grad_logprobs is not None or grad_entropy is not None:
-        result = gradient(grad_logprobs, grad_entropy, *ctx.saved_tensors, *needed, *ctx.options)
-    return tuple(g if need else None for g, need in zip(result, needed, strict=True))
+def _forward(h: HeadInputs, mask: Tensor | None, how: HeadOptions, backend: str) -> _Output:
+    dtype, device, shape = arithmetic(h), h.hidden.device, h.token_ids.shape
+    check_numbers(how.temperature, how.softcap, dtype)
+    kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, device, dtype)
+    hidden, ids, head, plan = laid_out(h, how, taken(h.token_ids, mask), dtype)
+    logprobs, entropy, found = reference.forward(hidden, head, ids, plan, how.with_entropy, kernel)
+    return _Output(logprobs.view(shape), entropy.view(shape), found.view(*shape, 4))
+
+
+def _forward_fake(h: HeadInputs, mask: Tensor | None, how: HeadOptions, backend: str) -> _Output:
+    dtype, shape = arithmetic(h), h.token_ids.shape
+    return _Output(*(h.hidden.new_empty(s, dtype=dtype) for s in (shape, shape, (*shape, 4))))
+
+
+def _keep(
+    h: HeadInputs, mask: Tensor | None, how: HeadOptions, backend: str, out: _Output
+) -> tuple:
+    return h, mask, out.found, how, backend
+
+
+def _backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    needed: tuple,
+    h: HeadInputs,
+    mask: Tensor | None,
+    found: Tensor,
+    how: HeadOptions,
+    backend: str,
+) -> HeadGradients:
+    dtype, device = found.dtype, h.hidden.device
+    kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, device, dtype)
+    hidden, ids, head, plan = laid_out(h, how, taken(h.token_ids, mask), dtype)
+    in_logprobs = None if grad_logprobs is None else grad_logprobs.reshape(-1)
+    in_entropy = None
+    if grad_entropy is not None and how.with_entropy:
+        in_entropy = grad_entropy.reshape(-1)
+    gradients = reference.backward(
+        in_logprobs, in_entropy, hidden, head, ids, plan, found.view(-1, 4), needed, kernel
+    )
+    if needed[0]:
+        gradients = gradients._replace(hidden=gradients.hidden.view(h.hidden.shape))
+    return gradients
+
+
+def _backward_fake(
+    grad_logprobs: Any, grad_entropy: Any, needed: tuple, h: HeadInputs, *rest: Any
+) -> HeadGradients:
+    return gradients_like(h, needed)
 
 
 _linear_op = _library.register(
     "linear_selected_logprobs",
     _forward,
     _forward_fake,
-    setup_context=_setup_context,
+    trained=HeadGradients._fields,
+    differentiable=2,
+    keep=_keep,
     backward=_backward,
-    gradient=_gradient,
-    gradient_fake=_gradient_fake,
-    learned=3,
+    backward_fake=_backward_fake,
 )
 
 
@@ -155,11 +140,10 @@ def checked_head(
     softcap: float | None,
     vocab_size: int | None,
     max_logits_bytes: int,
-) -> tuple[Tensor, Tensor | None, float, float | None, int, int]:
-    """Check what all linear ops take.
-
-    Returns int64 ids, temperatures, temperature, softcap, vocabulary size, bytes of logits.
-    """
+    compact: bool,
+    with_entropy: bool,
+) -> tuple[HeadInputs, HeadOptions]:
+    """Check what all linear ops take."""
     _check.tensor("hidden", hidden)
     if hidden.dim() == 0:
         _check.fail("hidden", "shape (..., H)", "a 0-d tensor")
@@ -174,55 +158,17 @@ def checked_head(
     max_logits_bytes = _check.integer("max_logits_bytes", max_logits_bytes, 1)
     size = checked_vocab_size(vocab_size, weight.shape[0])
     ids = _check.as_int64(token_ids)
-    temperature, temperatures = checked_temperature(temperature, ids, mask, hidden, weight, bias)
+    number, temperatures = checked_temperature(temperature, ids, mask, hidden, weight, bias)
     _check.token_ids(ids, mask, size)
-    return ids, temperatures, temperature, checked_softcap(softcap), size, max_logits_bytes
+    cap = checked_softcap(softcap)
+    how = HeadOptions(number, cap, size, max_logits_bytes, compact, with_entropy)
+    return HeadInputs(hidden, weight, bias, ids, temperatures), how
 
 
-def flat_temperatures(temperatures: Tensor | None) -> Tensor | None:
-    """Return temperatures per token flat."""
-    return (
-        temperatures.reshape(-1)
-        if temperatures is not None and temperatures.dim()
-        else temperatures
-    )
-
-
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    vocab_size: int | None,
-    max_logits_bytes: int,
-    compact: bool,
-    with_entropy: bool,
-) -> LogProbs:
-    """Run the op; its entropy is 0 where none was asked for."""
-    ids, temperatures, temperature, softcap, size, most = checked_head(
-        hidden, weight, bias, token_ids, mask, temperature, softcap, vocab_size, max_logits_bytes
-    )
-    backend = _backend.asked_for()
-    shape = ids.shape
-    logprobs, entropy, _ = _linear_op(
-        hidden.reshape(ids.numel(), hidden.shape[-1]),
-        weight,
-        bias,
-        ids.reshape(-1),
-        None if mask is None else mask.reshape(-1),
-        flat_temperatures(temperatures),
-        temperature,
-        softcap,
-        size,
-        with_entropy,
-        most,
-        compact,
-        backend,
-    )
-    return LogProbs(logprobs.view(shape), entropy.view(shape))
+def linear_logprobs(h: HeadInputs, mask: Tensor | None, how: HeadOptions) -> LogProbs:
+    """Run the op on checked arguments; its entropy is 0 where none was asked for."""
+    out = _linear_op(h, mask, how, _backend.asked_for())
+    return LogProbs(out.logprobs, out.entropy)
 
 
 def linear_selected_logprobs(
@@ -268,10 +214,11 @@ def linear_selected_logprobs(
     Raises:
         IndexError, ValueError, TypeError: see `selected_logprobs`.
     """
-    return linear_logprobs(
-        hidden, weight, token_ids, bias, mask, temperature, softcap, vocab_size, max_logits_bytes,
-        compact, False,
-    ).logprobs  # fmt: skip
+    h, how = checked_head(
+        hidden, weight, bias, token_ids, mask, temperature, softcap, vocab_size, max_logits_bytes,
+        compact, with_entropy=False,
+    )  # fmt: skip
+    return linear_logprobs(h, mask, how).logprobs
 
 
 def linear_selected_logprobs_with_entropy(
@@ -310,7 +257,8 @@ def linear_selected_logprobs_with_entropy(
     Raises:
         IndexError, ValueError, TypeError: see `selected_logprobs`.
     """
-    return linear_logprobs(
-        hidden, weight, token_ids, bias, mask, temperature, softcap, vocab_size, max_logits_bytes,
-        compact, True,
+    h, how = checked_head(
+        hidden, weight, bias, token_ids, mask, temperature, softcap, vocab_size, max_logits_bytes,
+        compact, with_entropy=True,
     )  # fmt: skip
+    return linear_logprobs(h, mask, how)

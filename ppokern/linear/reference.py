@@ -18,6 +18,35 @@ _ROW_COPIES = 8  # float copies of a logit that a row pass holds for the block i
 _COLUMNS = 512  # the fewest of a slice, whatever the limit: a GEMM of fewer takes as long
 
 
+class HeadInputs(NamedTuple):
+    """What makes the logits of a call: its tensors, but for the mask."""
+
+    hidden: Tensor  # (..., H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    token_ids: Tensor  # (...), int64
+    temperatures: Tensor | None  # 0-d or (...), in place of the number
+
+
+class HeadOptions(NamedTuple):
+    """How they are made."""
+
+    temperature: float
+    softcap: float | None
+    vocab_size: int
+    max_logits_bytes: int
+    compact: bool
+    with_entropy: bool
+
+
+class HeadGradients(NamedTuple):
+    """Gradients of what is trained, empty where not needed."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
 class Head(NamedTuple):
     """What turns hidden states into tempered logits, but for the hidden states."""
 
@@ -128,7 +157,7 @@ def backward(
     found: Tensor,
     needed: tuple[bool, bool, bool],
     kernel: ModuleType,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> HeadGradients:
     """Return the gradients of hidden states, weight and bias; those not `needed` are empty."""
     gradients = Gradients(hidden, head, needed, how)
     for chunk in chunks(hidden, head, how):
@@ -151,7 +180,7 @@ def loss_gradients(
     with_entropy: bool,
     needed: tuple[bool, bool, bool],
     loss_pass: LossPass,
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
+) -> tuple[Tensor, Tensor | None, HeadGradients]:
     """Return log-probs and entropies ``(N,)`` and the gradients of a loss of them, in three GEMMs.
 
     Gradients of a mean over many tokens are too small for float16: it holds those of logits times a
@@ -284,7 +313,7 @@ class Gradients:
         if need_bias:
             self._bias[:width] += logits_grad.sum(0, dtype=self._sum_dtype)
 
-    def result(self, power: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def result(self, power: Tensor | None = None) -> HeadGradients:
         """Return the gradients in their dtypes, divided by `power`."""
         if not self._begun:
             self._weight.zero_()
@@ -295,7 +324,7 @@ class Gradients:
             weight = weight.to(self._weight_dtype)
         if self._needed[2] and self._bias_dtype is not None:
             bias = bias.to(self._bias_dtype)
-        return hidden, weight, bias
+        return HeadGradients(hidden, weight, bias)
 
 
 def _rows_of(chunk: Chunk, head: Head, how: Plan, token_ids: Tensor) -> Rows:

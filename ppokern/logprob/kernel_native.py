@@ -40,20 +40,18 @@ def forward(
     entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
     found = logprobs.new_empty((*logprobs.shape, 4))
     rows = logprobs.numel()
-    tokens, _memory = tokens_of(x, rows)
-    args: list[Any] = [
-        *tokens,
-        logprobs.data_ptr(),
-        entropy.data_ptr() if with_entropy else 0,
-        found.data_ptr(),
-    ]
-    if on_cuda:
-        segments = _cuda.logprob_segments(x.vocab_size)
-        partials = found.new_empty((rows, segments, 4))
-        with _launch.on_device_of(found):
-            _cuda.logprob_forward(*args, partials.data_ptr(), _launch.stream(found))
-    else:
-        _native.logprob_forward(*args)
+    values, _memory = tokens_of(x, rows)
+    values["logprobs"] = logprobs.data_ptr()
+    values["entropy"] = entropy.data_ptr() if with_entropy else 0
+    values["found"] = found.data_ptr()
+    if not on_cuda:
+        _launch.run(_native, "logprob_forward", values)
+        return logprobs, entropy, found
+    segments = _cuda.logprob_segments(x.vocab_size)
+    partials = found.new_empty((rows, segments, 4))
+    with _launch.on_device_of(found):
+        rest = partials.data_ptr(), _launch.stream(found)
+        _launch.run(_cuda, "logprob_forward", values, *rest)
     return logprobs, entropy, found
 
 
@@ -75,25 +73,19 @@ def backward(
         x = x._replace(logits=dense) if out is x.logits else x
         backward(grad_logprobs, grad_entropy, x, found, dense, compact, on_cuda=on_cuda)
         return out.copy_(dense)
-    tokens, _memory = tokens_of(x, x.token_ids.numel())
-    out_rows, _out_memory = _rows(out)
+    values, _memory = tokens_of(x, x.token_ids.numel())
+    values["out"], _out_memory = _rows(out)
+    values["width"], values["compact"] = out.shape[-1], compact
     in_logprobs = None if grad_logprobs is None else _flat(grad_logprobs.float())
     in_entropy = None if grad_entropy is None else _flat(grad_entropy.float())
+    values["grad_logprobs"], values["grad_entropy"] = _view(in_logprobs), _view(in_entropy)
     found = found.contiguous()
-    args: list[Any] = [
-        *tokens,
-        _view(in_logprobs),
-        _view(in_entropy),
-        found.data_ptr(),
-        out_rows,
-        out.shape[-1],
-        compact,
-    ]
-    if on_cuda:
-        with _launch.on_device_of(out):
-            _cuda.logprob_backward(*args, _launch.stream(out))
-    else:
-        _native.logprob_backward(*args)
+    values["found"] = found.data_ptr()
+    if not on_cuda:
+        _launch.run(_native, "logprob_backward", values)
+        return out
+    with _launch.on_device_of(out):
+        _launch.run(_cuda, "logprob_backward", values, _launch.stream(out))
     return out
 
 
@@ -102,31 +94,30 @@ CUDA: Any = SimpleNamespace(
 )
 
 
-def tokens_of(x: Rows, rows: int) -> tuple[tuple, object]:
-    """Return what every kernel takes first, and what keeps the memory that it is in."""
-    logits, token_ids, mask, temperature, softcap, vocab_size = x
-    place, memory = _rows(logits)
-    ids, taken, temperatures = _flat(token_ids), _flat(mask), None
+def tokens_of(x: Rows, rows: int) -> tuple[dict[str, Any], object]:
+    """Return what every kernel takes, by name, and what keeps the memory that it is in."""
+    place, memory = _rows(x.logits)
+    ids, mask, temperatures = _flat(x.token_ids), _flat(x.mask), None
     number = 1.0
-    if not isinstance(temperature, Tensor):
-        number = temperature
-    elif temperature.dim() == 0 and temperature.is_cpu:
-        number = float(temperature)
+    if not isinstance(x.temperature, Tensor):
+        number = x.temperature
+    elif x.temperature.dim() == 0 and x.temperature.is_cpu:
+        number = float(x.temperature)
     else:
-        temperatures = _flat(temperature.float())
-    fields = (
-        place,
-        _TYPES[logits.dtype],
-        _view(ids),
-        _view(taken),
-        _view(temperatures),
-        number,
-        softcap or 0.0,
-        rows,
-        vocab_size,
-        torch.get_num_threads(),
-    )
-    return fields, (memory, ids, taken, temperatures)
+        temperatures = _flat(x.temperature.float())
+    values = {
+        "logits": place,
+        "type": _TYPES[x.logits.dtype],
+        "token_ids": _view(ids),
+        "mask": _view(mask),
+        "temperatures": _view(temperatures),
+        "temperature": number,
+        "softcap": x.softcap or 0.0,
+        "rows": rows,
+        "vocab_size": x.vocab_size,
+        "threads": torch.get_num_threads(),
+    }
+    return values, (memory, ids, mask, temperatures)
 
 
 def _rows_are_dense(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ppokern import _backend, _check, _library
 from ppokern.logprob import kernel_native, reference
-from ppokern.logprob.reference import Rows
+from ppokern.logprob.reference import Inputs, Options, Rows
 
 KERNELS = {
     "torch": reference,
@@ -26,57 +26,52 @@ class LogProbs(NamedTuple):
     entropy: Tensor
 
 
-def _forward(
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperatures: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    vocab_size: int,
-    with_entropy: bool,
-    backend: str,
-    inplace: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = _check.arithmetic(logits, temperatures)
-    check_numbers(temperature, softcap, dtype)
-    kernel = _backend.select("selected_logprobs", KERNELS, backend, logits.device, dtype)
-    scale = temperature if temperatures is None else temperatures
-    x = Rows(logits, token_ids, mask, scale, softcap, vocab_size)
-    return kernel.forward(x, with_entropy, dtype)
+class _Output(NamedTuple):
+    logprobs: Tensor
+    entropy: Tensor  # empty where it was not asked for
+    found: Tensor  # see `reference.forward`
 
 
-def _forward_fake(
-    logits: Tensor, token_ids: Tensor, mask: Any, temperatures: Tensor | None, *options: Any
-) -> tuple[Tensor, ...]:
-    dtype = _check.arithmetic(logits, temperatures)
-    shape, with_entropy = token_ids.shape, options[3]
-    shapes = shape, shape if with_entropy else (0,), (*shape, 4)
-    return tuple(logits.new_empty(s, dtype=dtype) for s in shapes)
+def _rows(x: Inputs, o: Options) -> Rows:
+    scale = o.temperature if x.temperatures is None else x.temperatures
+    return Rows(x.logits, x.token_ids, x.mask, scale, o.softcap, o.vocab_size)
 
 
-def _gradient(
+def _forward(x: Inputs, o: Options, inplace: bool, backend: str) -> _Output:
+    dtype = _check.arithmetic(x.logits, x.temperatures)
+    check_numbers(o.temperature, o.softcap, dtype)
+    kernel = _backend.select("selected_logprobs", KERNELS, backend, x.logits.device, dtype)
+    return _Output(*kernel.forward(_rows(x, o), o.with_entropy, dtype))
+
+
+def _forward_fake(x: Inputs, o: Options, inplace: bool, backend: str) -> _Output:
+    dtype, shape = _check.arithmetic(x.logits, x.temperatures), x.token_ids.shape
+    shapes = shape, shape if o.with_entropy else (0,), (*shape, 4)
+    return _Output(*(x.logits.new_empty(s, dtype=dtype) for s in shapes))
+
+
+def _keep(x: Inputs, o: Options, inplace: bool, backend: str, out: _Output) -> tuple:
+    return x, out.found, o, inplace, backend
+
+
+def _backward(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    temperatures: Tensor | None,
+    needed: tuple,
+    x: Inputs,
     found: Tensor,
-    temperature: float,
-    softcap: float | None,
-    vocab_size: int,
+    o: Options,
+    inplace: bool,
     backend: str,
-    inplace: bool = False,
 ) -> Tensor:
+    logits = x.logits
     kernel = _backend.select("selected_logprobs", KERNELS, backend, logits.device, found.dtype)
     inplace = inplace and not _overlaps(logits)
     out = logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
     if inplace:
         torch.autograd.graph.increment_version(logits)
-    scale = temperature if temperatures is None else temperatures
-    x = Rows(logits, token_ids, mask, scale, softcap, vocab_size)
-    return kernel.backward(grad_logprobs, grad_entropy, x, found, out)
+    grad_entropy = grad_entropy if o.with_entropy else None
+    return kernel.backward(grad_logprobs, grad_entropy, _rows(x, o), found, out)
 
 
 def _overlaps(x: Tensor) -> bool:
@@ -89,37 +84,21 @@ def _overlaps(x: Tensor) -> bool:
     return False
 
 
-def _gradient_fake(grad_logprobs: Any, grad_entropy: Any, logits: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:4], output[-1])
-    ctx.mark_non_differentiable(output[-1])
-    ctx.options = inputs[4:]
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, gradient: Any, *grads: Any) -> tuple:
-    temperature, softcap, vocab_size, with_entropy, backend, inplace = ctx.options
-    grad_logprobs, grad_entropy = grads[0], grads[1] if with_entropy else None
-    if grad_logprobs is None and grad_entropy is None:
-        return (None,)
-    return gradient(
-        grad_logprobs, grad_entropy, *ctx.saved_tensors, temperature, softcap, vocab_size, backend,
-        inplace and not ctx.compiled,  # a compiled graph plans its own memory
-    ),  # fmt: skip
+def _backward_fake(
+    grad_logprobs: Any, grad_entropy: Any, needed: Any, x: Inputs, *rest: Any
+) -> Tensor:
+    return torch.empty_like(x.logits, memory_format=torch.contiguous_format)
 
 
 _selected_logprobs = _library.register(
     "selected_logprobs",
     _forward,
     _forward_fake,
-    setup_context=_setup_context,
+    trained=("logits",),
+    differentiable=2,
+    keep=_keep,
     backward=_backward,
-    gradient=_gradient,
-    gradient_fake=_gradient_fake,
-    learned=1,
+    backward_fake=_backward_fake,
 )
 
 
@@ -197,12 +176,12 @@ def _logprobs(
     temperature, temperatures = checked_temperature(temperature, ids, mask, logits)
     softcap = checked_softcap(softcap)
     _check.token_ids(ids, mask, vocab_size)
-    backend = _backend.asked_for()
-    logprobs, entropy, *_ = _selected_logprobs(
-        logits, ids, mask, temperatures, temperature, softcap, vocab_size, with_entropy, backend,
-        inplace_backward,
-    )  # fmt: skip
-    return LogProbs(logprobs, entropy)
+    x = Inputs(logits, ids, mask, temperatures)
+    o = Options(temperature, softcap, vocab_size, with_entropy)
+    # a graph plans its own memory
+    inplace = inplace_backward and not _library.makes_graph(x)
+    out = _selected_logprobs(x, o, inplace, _backend.asked_for())
+    return LogProbs(out.logprobs, out.entropy)
 
 
 def selected_logprobs(

@@ -16,6 +16,24 @@ _SEGMENT = 1024  # tokens that are summed in one go
 _BLOCK = {"cpu": 2**18, "cuda": 2**26}  # logits of a block
 
 
+class Inputs(NamedTuple):
+    """The tensors of a call."""
+
+    logits: Tensor  # (..., V)
+    token_ids: Tensor  # (...), int64
+    mask: Tensor | None  # (...)
+    temperatures: Tensor | None  # 0-d or (...), in place of the number
+
+
+class Options(NamedTuple):
+    """The numbers of a call."""
+
+    temperature: float
+    softcap: float | None
+    vocab_size: int
+    with_entropy: bool
+
+
 class Rows(NamedTuple):
     """What both passes take, of every backend."""
 
@@ -35,7 +53,8 @@ def forward(
     That is, of each row, log-prob, entropy, maximum and log-sum, where ``logsumexp(z) =
     max / temperature + log_sum``.
     """
-    shape, logits, softcap, vocab_size = x.token_ids.shape, _rows_of(x.logits), *x[4:]
+    shape, logits = x.token_ids.shape, _rows_of(x.logits)
+    softcap, vocab_size = x.softcap, x.vocab_size
     temperature = _scale(x.temperature, dtype)
     found = torch.zeros(x.token_ids.numel(), 4, dtype=dtype, device=logits.device)
     logprobs, entropy, maxima, log_sums = found.unbind(-1)

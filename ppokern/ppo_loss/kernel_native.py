@@ -1,6 +1,6 @@
 """The PPO losses in C++, on the CPU or on CUDA: turns tensors into addresses."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,45 +23,48 @@ def forward(x: Inputs, o: Options, on_cuda: bool = False) -> Output:
         return reference.forward(x, o)
     if o.value_clip_range is None:
         x = x._replace(old_values=None)
-    floats = [None if t is None else t.float().contiguous() for t in x[:9]]
-    masks = [x.mask, x.mask if x.value_mask is None else x.value_mask]
-    masks = [None if t is None else t.contiguous() for t in masks]
-    cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens.to(torch.int64).contiguous()
-    if cu_seqlens is not None:
-        sequences = cu_seqlens.shape[0] - 1
+    if x.value_mask is None:
+        x = x._replace(value_mask=x.mask)
+    x = Inputs(**{name: _dense(t) for name, t in x._asdict().items() if t is not None})
+    if x.cu_seqlens is not None:
+        sequences = x.cu_seqlens.shape[0] - 1
     else:
         sequences = like.numel() // like.shape[-1] if like.dim() else 1
     out = reference.empty_output(x, o)
-    denominators = x[-2:]
-    args: list[Any] = [
-        *(_address(t) for t in (*floats, *masks, cu_seqlens)),
-        *(float(t) if t is not None and t.is_cpu else None for t in denominators),
-        sequences,
-        like.numel(),
-        o.low,
-        o.high,
-        torch.inf if o.dual_clip is None else o.dual_clip,
-        torch.inf if o.log_ratio_limit is None else o.log_ratio_limit,
-        o.aggregate,
-        o.entropy_coef,
-        o.kl_coef,
-        o.kl_kind,
-        o.value_clip_range or 0.0,
-        o.value_coef,
-        torch.get_num_threads(),
-        *(_address(t) for t in out),
-    ]
+    denominators = x.denominator, x.value_denominator
+    own, of_values = (float(t) if t is not None and t.is_cpu else None for t in denominators)
+    values = {
+        **{name: _address(t) for name, t in x._asdict().items()},
+        "denominator": own,
+        "value_denominator": of_values,
+        "sequences": sequences,
+        "tokens": like.numel(),
+        "threads": torch.get_num_threads(),
+        **o._asdict(),
+        "dual_clip": torch.inf if o.dual_clip is None else o.dual_clip,
+        "log_ratio_limit": torch.inf if o.log_ratio_limit is None else o.log_ratio_limit,
+        "value_clip_range": o.value_clip_range or 0.0,
+        **{name: _address(t) for name, t in out._asdict().items()},
+    }
     if not on_cuda:
-        _native.ppo_loss(*args)
+        _launch.run(_native, "ppo_loss", values)
         return out
-    on_device = [None if t is None or t.is_cpu else t.float() for t in denominators]
+    on_device = [None if t is None or t.is_cpu else t for t in denominators]
     size = _cuda.ppo_loss_work(sequences, like.numel())
     work = like.new_empty(size, dtype=torch.uint8)
     with _launch.on_device_of(like):
-        _cuda.ppo_loss(
-            *args, *(_address(t) for t in on_device), work.data_ptr(), _launch.stream(like)
-        )
+        rest = *map(_address, on_device), work.data_ptr(), _launch.stream(like)
+        _launch.run(_cuda, "ppo_loss", values, *rest)
     return out
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return a tensor as the kernel reads it: contiguous; float32, int64 or bool."""
+    if x.is_floating_point():
+        x = x.float()
+    elif x.dtype != torch.bool:
+        x = x.long()
+    return x.contiguous()
 
 
 def _address(x: Tensor | None) -> int:

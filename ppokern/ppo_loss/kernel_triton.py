@@ -327,7 +327,8 @@ def forward(x: Inputs, o: Options) -> Output:
     length = like.shape[-1] if like.dim() else 1
     cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens.long()
     sequences = tokens // length if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    x = Inputs(*(None if t is None else t.contiguous() for t in x[:11]), cu_seqlens, *x[12:])
+    x = x._replace(cu_seqlens=cu_seqlens)
+    x = Inputs(*(None if t is None else t.contiguous() for t in x))
     if o.value_clip_range is None:
         x = x._replace(old_values=None)
     lengths = _lengths(x.mask, length, tokens, sequences, cu_seqlens, device)
@@ -345,7 +346,7 @@ def forward(x: Inputs, o: Options) -> Output:
     fit = min(triton.cdiv(tokens, BLOCK), _launch.resident(device, RESIDENT))
     programs = sequences if by_sequence else fit
     sums = torch.empty((programs, _LANES.value), dtype=torch.float32, device=device)
-    slopes = [s if s.numel() else None for s in out[2:]]
+    slopes = (out.logprob_slopes, out.ratio_slopes, out.entropy_slopes, out.value_slopes)
     names = reference.stat_names(x, o)
     means = None
     with _launch.on_device_of(like):
@@ -356,12 +357,13 @@ def forward(x: Inputs, o: Options) -> Output:
                 BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
         loss_kernel[(programs,)](
-            *x[:10], None if same else x.value_mask, cu_seqlens, means, length, tokens,
+            *reference.numbers_of(x), x.mask, None if same else x.value_mask, x.cu_seqlens, means,
+            length, tokens,
             scale, _step(scale), value_scale, _step(value_scale), o.low, o.high,
             torch.inf if o.dual_clip is None else o.dual_clip,
             torch.inf if o.log_ratio_limit is None else o.log_ratio_limit,
             o.entropy_coef, o.kl_coef, o.value_clip_range or 0.0, o.value_coef, sums,
-            out.loss if per_token else None, *slopes,
+            out.loss if per_token else None, *(s if s.numel() else None for s in slopes),
             KL=o.kl_kind, BY_SEQUENCE=by_sequence, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
         finish_kernel[(1,)](

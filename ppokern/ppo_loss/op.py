@@ -1,7 +1,7 @@
 """The clipped PPO losses: the public functions, and how they are differentiated."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Integer
@@ -18,7 +18,6 @@ KERNELS = {
     "cuda": partial(kernel_native.forward, on_cuda=True),
     "triton": "ppokern.ppo_loss.kernel_triton:forward",
 }
-_INPUTS = len(Inputs._fields)
 _OPTIONAL = ("weights", "entropy", "ref_logprobs")
 
 
@@ -30,58 +29,49 @@ class Loss(NamedTuple):
     stats: dict[str, Tensor]
 
 
-def _forward(*args: Any) -> Output:
-    x, o, backend = Inputs(*args[:_INPUTS]), Options(*args[_INPUTS:-1]), args[-1]
+def _forward(x: Inputs, o: Options, backend: str) -> Output:
     device, dtype = next(t.device for t in x if t is not None), reference.arithmetic(x)
     x = with_checked_numbers(x, o, dtype)
     kernel = _backend.select("ppo_loss", KERNELS, backend, device, dtype)
     return kernel(x, o)
 
 
-def _forward_fake(*args: Any) -> Output:
-    return reference.empty_output(Inputs(*args[:_INPUTS]), Options(*args[_INPUTS:-1]))
+def _forward_fake(x: Inputs, o: Options, backend: str) -> Output:
+    return reference.empty_output(x, o)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, output = Inputs(*inputs[:_INPUTS]), Output(*output)
+def _keep(x: Inputs, o: Options, backend: str, out: Output) -> tuple:
+    trained = {name: getattr(x, name) for name in TRAINED}
     value_mask = x.mask if x.value_mask is None else x.value_mask
-    ctx.save_for_backward(*output[2:], x.mask, value_mask, x.cu_seqlens, *x[:3])
-    ctx.dtypes = [None if t is None else t.dtype for t in x[:3]]
-    ctx.shape, ctx.count = next(t.shape for t in x if t is not None), len(inputs)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
+    masks = {"mask": x.mask, "value_mask": value_mask, "cu_seqlens": x.cu_seqlens}
+    return Inputs(**trained, **masks), out._replace(loss=None, stats=None)
 
 
-def _backward(ctx: Any, gradient: Any, grad: Tensor | None, *rest: Any) -> tuple:
-    if grad is None:
-        return (None,) * ctx.count
-    logprob, ratio, entropy, value, mask, value_mask, cu_seqlens, *_ = ctx.saved_tensors
-    own = ((logprob, mask), (entropy, mask), (value, value_mask))
-    grads = [_scaled(s, grad, m) if s.shape == ctx.shape else None for s, m in own]
-    if ratio.shape == ctx.shape and ctx.dtypes[0] is not None:
-        shared = _scaled(ratio, grad, mask)
-        shared = reference.share_ratio_slopes(shared, mask, cu_seqlens)
-        grads[0] = shared if grads[0] is None else grads[0] + shared
-    grads = [
-        None if g is None or dtype is None else g.to(dtype)
-        for g, dtype in zip(grads, ctx.dtypes, strict=True)
-    ]
-    return *grads, *(None,) * (ctx.count - 3)
+def _backward(grad: Tensor, needed: tuple, x: Inputs, out: Output) -> tuple[Tensor | None, ...]:
+    shape = next(t.shape for t in x if t is not None)
+
+    def scaled(like: Tensor | None, slopes: Tensor, mask: Tensor | None) -> Tensor | None:
+        if like is None or slopes.shape != shape:
+            return None
+        found = grad * slopes  # the gradient is not read where it is masked
+        return found if mask is None or grad.dim() == 0 else torch.where(mask, found, 0.0)
+
+    in_logprobs = scaled(x.logprobs, out.logprob_slopes, x.mask)
+    shared = scaled(x.logprobs, out.ratio_slopes, x.mask)
+    if shared is not None:
+        shared = reference.share_ratio_slopes(shared, x.mask, x.cu_seqlens)
+        in_logprobs = shared if in_logprobs is None else in_logprobs + shared
+    in_entropy = scaled(x.entropy, out.entropy_slopes, x.mask)
+    in_values = scaled(x.values, out.value_slopes, x.value_mask)
+    return tuple(
+        None if g is None or t is None else g.to(t.dtype)
+        for g, t in ((in_logprobs, x.logprobs), (in_entropy, x.entropy), (in_values, x.values))
+    )
 
 
-def _scaled(slopes: Tensor, grad: Tensor, mask: Tensor | None) -> Tensor:
-    """Return slopes times the incoming gradient, which is not read where it is masked."""
-    scaled = grad * slopes
-    return scaled if mask is None or grad.dim() == 0 else torch.where(mask, scaled, 0.0)
-
-
+TRAINED = ("logprobs", "entropy", "values")
 _ppo_loss = _library.register(
-    "ppo_loss",
-    _forward,
-    _forward_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-    schema=_library.schema_of(Inputs, Options, returns=len(Output._fields)),
+    "ppo_loss", _forward, _forward_fake, trained=TRAINED, keep=_keep, backward=_backward
 )
 
 
@@ -157,13 +147,13 @@ def with_checked_numbers(x: Inputs, o: Options, dtype: torch.dtype) -> Inputs:
     _check.finite_number("entropy_coef", o.entropy_coef, dtype)
     _check.finite_number("kl_coef", o.kl_coef, dtype)
     _check.finite_number("value_coef", o.value_coef, dtype)
-    own, of_values = x[-2:]
+    own, of_values = x.denominator, x.value_denominator
     if own is None and of_values is None:
         return x
     same = of_values is own
     own = _positive_or_nan("denominator", own, dtype)
     of_values = own if same else _positive_or_nan(f"{alone}denominator", of_values, dtype)
-    return Inputs(*x[:-2], own, of_values)
+    return x._replace(denominator=own, value_denominator=of_values)
 
 
 def _positive_or_nan(name: str, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -199,10 +189,11 @@ def checked_tensors(like: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor |
 
 def run(x: Inputs, o: Options) -> Loss:
     """Run the op on checked arguments."""
-    x = Inputs(*x[:3], *(_check.constant(t) for t in x[3:]))
-    backend = _backend.asked_for()
-    loss, stats, *_ = _ppo_loss(*x, *o, backend)
-    return Loss(loss, dict(zip(reference.stat_names(x, o), stats.unbind(), strict=True)))
+    fixed = {n: t.detach() for n, t in x._asdict().items() if t is not None and n not in TRAINED}
+    x = x._replace(**fixed)
+    out = _ppo_loss(x, o, _backend.asked_for())
+    names = reference.stat_names(x, o)
+    return Loss(out.loss, dict(zip(names, out.stats.unbind(), strict=True)))
 
 
 def ppo_policy_loss(

@@ -6,29 +6,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ppokern import _check
+from ppokern import _check, _library
 from ppokern import token_math as tm
-from ppokern._library import Coefficient
+from ppokern._library import Coefficient, PerToken
 from ppokern._sequences import Sequences, spoil
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call: per token but for the last three; None = that part is off."""
+    """The tensors of a call; None = that part is off."""
 
-    logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-    values: Tensor | None = None
-    old_logprobs: Tensor | None = None
-    advantages: Tensor | None = None
-    weights: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    old_values: Tensor | None = None
-    returns: Tensor | None = None
-    mask: Tensor | None = None
+    logprobs: PerToken = None
+    entropy: PerToken = None
+    values: PerToken = None
+    old_logprobs: PerToken = None
+    advantages: PerToken = None
+    weights: PerToken = None
+    ref_logprobs: PerToken = None
+    old_values: PerToken = None
+    returns: PerToken = None
+    mask: Tensor | None = None  # per token, bool, as the next
     value_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
     denominator: Tensor | None = None  # 0-d
     value_denominator: Tensor | None = None  # 0-d
+
+
+numbers_of = _library.of_kind(Inputs, PerToken)  # its tensors that the arithmetic is about
 
 
 class Options(NamedTuple):
@@ -48,9 +51,10 @@ class Options(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The loss, its statistics, and its slopes (empty where a part is off).
+    """The loss, its statistics in the order of `stat_names`, and its slopes.
 
-    `ratio_slopes` belong to ratios of sequences: each is shared by all tokens of its sequence.
+    Slopes are per token, and empty where a part is off. `ratio_slopes` belong to ratios of
+    sequences: each is shared by all tokens of its sequence.
     """
 
     loss: Tensor
@@ -80,7 +84,7 @@ def stat_names(x: Inputs, o: Options) -> tuple[str, ...]:
 
 def arithmetic(x: Inputs) -> torch.dtype:
     """Return the dtype of a call's arithmetic."""
-    return _check.arithmetic(*x[:9])
+    return _check.arithmetic(*numbers_of(x))
 
 
 def empty_output(x: Inputs, o: Options) -> Output:
@@ -123,11 +127,12 @@ def forward(x: Inputs, o: Options) -> Output:
     stats = {name: stat for part in parts for name, stat in part.stats.items()}
     stats["n_tokens"] = valid.sum().to(dtype)
     stats["n_sequences"] = (sequences.sum(valid.to(dtype)) > 0).sum().to(dtype)
-    slopes = {name: slope for part in parts for name, slope in part.slopes.items()}
-    for name in Output._fields[2:]:
-        slopes.setdefault(name, like.new_empty(0, dtype=dtype))
     loss = parts[0].loss if len(parts) == 1 else parts[0].loss + parts[1].loss
-    out = Output(loss, torch.stack([stats[name] for name in stat_names(x, o)]), **slopes)
+    out = empty_output(x, o)._replace(
+        loss=loss,
+        stats=torch.stack([stats[name] for name in stat_names(x, o)]),
+        **{name: slope for part in parts for name, slope in part.slopes.items()},
+    )
     out = Output(*(t.contiguous() for t in out))
     spoil(x.cu_seqlens, sequences.length, *out)
     return out

@@ -14,6 +14,7 @@ from torch import Tensor
 from ppokern import _launch
 from ppokern import token_math_triton as tm
 from ppokern._sequences import spoil
+from ppokern.reward.reference import Inputs, Options
 
 SHORT, LONG = (16, 64), (1, 1024)  # sequences and tokens of a tile: 4 tokens a thread
 WARPS = 8
@@ -76,33 +77,24 @@ def reward_kernel(
         tl.store(rewards + token, reward, inside)
 
 
-def shaped_rewards(
-    scores: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor | None,
-    score_mask: Tensor | None,
-    token_rewards: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kl_coef: float,
-    kl_kind: str,
-) -> tuple[Tensor, Tensor]:
+def shaped_rewards(x: Inputs, o: Options) -> tuple[Tensor, Tensor]:
     """Return rewards and KL, both per token."""
+    like = x.logprobs
     rewards, kl = (
-        torch.empty(logprobs.shape, dtype=torch.float32, device=logprobs.device) for _ in range(2)
+        torch.empty(like.shape, dtype=torch.float32, device=like.device) for _ in range(2)
     )
-    tokens = logprobs.numel()
+    tokens = like.numel()
     if tokens == 0:
         return rewards, kl
-    length = logprobs.shape[-1] if logprobs.dim() else 1
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(torch.int64)
-    sequences = tokens // length if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tensors = scores, logprobs, ref_logprobs, mask, score_mask, token_rewards, cu_seqlens
+    length = like.shape[-1] if like.dim() else 1
+    if x.cu_seqlens is not None:
+        x = x._replace(cu_seqlens=x.cu_seqlens.to(torch.int64))
+    sequences = tokens // length if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     rows, steps = SHORT if length <= SHORT[1] else LONG
-    with _launch.on_device_of(logprobs):
+    with _launch.on_device_of(like):
         reward_kernel[(triton.cdiv(sequences, rows),)](
-            *(None if x is None else x.contiguous() for x in tensors), sequences, length, tokens,
-            kl_coef, rewards, kl, KL=kl_kind, ROWS=rows, STEPS=steps, num_warps=WARPS,
+            *(None if t is None else t.contiguous() for t in x), sequences, length, tokens,
+            o.kl_coef, rewards, kl, KL=o.kl_kind, ROWS=rows, STEPS=steps, num_warps=WARPS,
         )  # fmt: skip
-    spoil(cu_seqlens, tokens, rewards, kl)
+    spoil(x.cu_seqlens, tokens, rewards, kl)
     return rewards, kl

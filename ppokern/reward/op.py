@@ -8,6 +8,7 @@ from torch import Tensor
 from ppokern import _backend, _check, _library
 from ppokern._names import KL_KINDS, KLKind
 from ppokern.reward import reference
+from ppokern.reward.reference import Inputs, Options
 
 # of `shaped_rewards`; `kl_estimate` is one formula per token, plain torch for all
 KERNELS = {
@@ -33,18 +34,25 @@ def _kl_fake(logprobs: Tensor, ref_logprobs: Tensor, *rest: Any) -> Tensor:
     return logprobs.new_empty(logprobs.shape, dtype=_check.arithmetic(logprobs, ref_logprobs))
 
 
-def _kl_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    logprobs, ref_logprobs, ctx.kind, mask = inputs
-    ctx.save_for_backward(logprobs, ref_logprobs, mask)
+def _kl_keep(
+    logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor | None, kl: Tensor
+) -> tuple:
+    return logprobs, ref_logprobs, kind, mask
 
 
-def _kl_backward(ctx: Any, gradient: Any, grad: Tensor) -> tuple:
-    logprobs, ref_logprobs, mask = ctx.saved_tensors
-    return (reference.kl_gradient(grad, logprobs, ref_logprobs, ctx.kind, mask),)
+def _kl_backward(
+    grad: Tensor,
+    needed: tuple,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    kind: str,
+    mask: Tensor | None,
+) -> Tensor:
+    return reference.kl_gradient(grad, logprobs, ref_logprobs, kind, mask)
 
 
 _kl_op = _library.register(
-    "kl_estimate", _kl, _kl_fake, setup_context=_kl_setup, backward=_kl_backward, learned=1
+    "kl_estimate", _kl, _kl_fake, trained=("logprobs",), keep=_kl_keep, backward=_kl_backward
 )
 
 
@@ -81,33 +89,16 @@ def kl_estimate(
     return _kl_op(logprobs, _check.constant(ref_logprobs), kind, mask)
 
 
-def _shaped(
-    scores: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor | None,
-    score_mask: Tensor | None,
-    token_rewards: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kl_coef: float,
-    kl_kind: str,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    dtype = _check.arithmetic(scores, logprobs, ref_logprobs, token_rewards)
-    _check.finite_number("kl_coef", kl_coef, dtype)
-    kernel = _backend.select("shaped_rewards", KERNELS, backend, logprobs.device, dtype)
-    return kernel(
-        scores, logprobs, ref_logprobs, mask, score_mask, token_rewards, cu_seqlens, kl_coef,
-        kl_kind,
-    )  # fmt: skip
+def _shaped(x: Inputs, o: Options, backend: str) -> ShapedRewards:
+    dtype = reference.arithmetic(x)
+    _check.finite_number("kl_coef", o.kl_coef, dtype)
+    kernel = _backend.select("shaped_rewards", KERNELS, backend, x.logprobs.device, dtype)
+    return ShapedRewards(*kernel(x, o))
 
 
-def _shaped_fake(
-    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    dtype = _check.arithmetic(scores, logprobs, ref_logprobs, rest[2])
-    rewards, kl = (logprobs.new_empty(logprobs.shape, dtype=dtype) for _ in range(2))
-    return rewards, kl
+def _shaped_fake(x: Inputs, o: Options, backend: str) -> ShapedRewards:
+    new, dtype = x.logprobs.new_empty, reference.arithmetic(x)
+    return ShapedRewards(new(x.logprobs.shape, dtype=dtype), new(x.logprobs.shape, dtype=dtype))
 
 
 _shaped_op = _library.register("shaped_rewards", _shaped, _shaped_fake)
@@ -166,7 +157,5 @@ def shaped_rewards(
     per_sequence = shape[:-1] if cu_seqlens is None else (cu_seqlens.shape[0] - 1,)
     _check.like("scores", scores, per_sequence, device)
     _check.mask_like("score_mask", score_mask, per_sequence, device)
-    tensors = (scores, logprobs, ref_logprobs, mask, score_mask, token_rewards)
-    constants = map(_check.constant, tensors)
-    backend = _backend.asked_for()
-    return ShapedRewards(*_shaped_op(*constants, cu_seqlens, kl_coef, kl_kind, backend))
+    x = Inputs(scores, logprobs, ref_logprobs, mask, score_mask, token_rewards, cu_seqlens)
+    return _shaped_op(_check.constants(x), Options(kl_coef, kl_kind), _backend.asked_for())
