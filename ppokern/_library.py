@@ -6,7 +6,7 @@ here from one forward, one backward and their shapes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import itemgetter
 from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
@@ -74,7 +74,7 @@ def register(
     flags = [(f"need_{field}", bool) for field in trained]
     needed_type = NamedTuple("Needed", flags)  # type: ignore[arg-type]
     kept = _Layout(backward, needed=needed_type)
-    saves, structs = (of_all[differentiable + 1 :] for of_all in (kept.tensors, kept.structs))
+    saved = kept.tensors(differentiable + 1)
     places = [layout.place(field) for field in trained]
     backward_op = backward
     if backward_fake is not None:
@@ -84,40 +84,28 @@ def register(
             return raw(*kept.flat(args))
 
     def remember(ctx: Any, args: Sequence[Any], output: Any) -> None:
-        tensors, ctx.others = [], []
-        for is_saved, x in zip(saves, keep(*args, output), strict=True):
-            if not is_saved:
-                ctx.others.append(x)
-            elif isinstance(x, tuple):
-                tensors.extend(x)
-            else:
-                tensors.append(x)
-        ctx.save_for_backward(*tensors)
+        found = keep(*args, output)
+        ctx.save_for_backward(*saved.of(found))
+        ctx.others = saved.without(found)
         if isinstance(output, tuple):
             ctx.mark_non_differentiable(*output[differentiable:])
         ctx.set_materialize_grads(False)
 
-    def remembered(ctx: Any) -> Iterator[Any]:
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        for is_saved, struct in zip(saves, structs, strict=True):
-            if not is_saved:
-                yield next(others)
-            elif struct is None:
-                yield next(tensors)
-            else:
-                yield struct(*islice(tensors, len(struct._fields)))
-
     def differentiate(ctx: Any, kernel: Any, flags: Sequence[bool], grads: Any) -> tuple:
         if all(grad is None for grad in grads):
             return (None,) * len(trained)
-        with torch.no_grad():
-            found = kernel(*grads, needed_type(*flags), *remembered(ctx))
-            result = (found,) if isinstance(found, Tensor) else found
-            result = tuple(g if wanted else None for g, wanted in zip(result, flags, strict=True))
+        tensors = ctx.saved_tensors
+        args = *grads, needed_type(*flags), *saved.put(ctx.others, tensors)
         if not torch.is_grad_enabled():
-            return result
+            return wanted(kernel(*args), flags)
+        with torch.no_grad():
+            result = wanted(kernel(*args), flags)
         # attached to what they depend on, so that a second derivative is an error and not a zero
-        return _SecondDerivative.apply(name, len(result), *result, *ctx.saved_tensors, *grads)
+        return _SecondDerivative.apply(name, len(result), *result, *tensors, *grads)
+
+    def wanted(found: Any, flags: Sequence[bool]) -> tuple:
+        found = (found,) if isinstance(found, Tensor) else found
+        return tuple(grad if want else None for grad, want in zip(found, flags, strict=True))
 
     def set_up(ctx: Any, inputs: tuple, output: Any) -> None:
         output = output if layout.output is None else layout.output(*output)
@@ -197,7 +185,7 @@ class _Layout:
         self.schema_of_output = ", ".join(["Tensor"] * len(getattr(returned, "_fields", "1")))
         self.structs = [kind if hasattr(kind, "_fields") else None for kind in hints.values()]
         self.fields: dict[str, str] = {}  # of the flat arguments, and their types in a schema
-        self.tensors: list[bool] = []  # of the parameters: whether they hold tensors
+        self.holds: list[bool] = []  # of the parameters: whether they hold tensors
         self._places: dict[str, tuple[int, int, int | None]] = {}
         for i, (parameter, kind) in enumerate(hints.items()):
             within = kind.__annotations__ if self.structs[i] else {parameter: kind}
@@ -206,11 +194,15 @@ class _Layout:
                     raise TypeError(f"{function.__qualname__}: two arguments are named {field}")
                 self._places[field] = len(self.fields), i, j if self.structs[i] else None
                 self.fields[field] = _SCHEMA_TYPES.get(its, "")  # "": not of an op in graphs
-            self.tensors.append({_SCHEMA_TYPES.get(its) for its in within.values()} <= _TENSORS)
+            self.holds.append({_SCHEMA_TYPES.get(its) for its in within.values()} <= _TENSORS)
 
     def place(self, field: str) -> tuple[int, int, int | None]:
         """Return where a field is: flat; of which parameter; in that (None: it is all of it)."""
         return self._places[field]
+
+    def tensors(self, first: int = 0) -> "_Tensors":
+        """Return where the tensors of the parameters from `first` on are."""
+        return _Tensors(self.structs[first:], self.holds[first:])
 
     def flat(self, args: Sequence[Any]) -> list[Any]:
         """Return arguments, laid flat."""
@@ -229,6 +221,39 @@ class _Layout:
 
 
 _TENSORS = {"Tensor", "Tensor?"}
+
+
+class _Tensors:
+    """Which arguments are tensors, or NamedTuples of them: these side by side, and the others."""
+
+    def __init__(self, structs: Sequence[Any], holds: Sequence[bool]) -> None:
+        self._slots, start = [], 0
+        for i, (struct, holds_tensors) in enumerate(zip(structs, holds, strict=True)):
+            if holds_tensors:
+                end = start + (1 if struct is None else len(struct._fields))
+                self._slots.append((i, struct, slice(start, end)))
+                start = end
+
+    def of(self, args: Sequence[Any]) -> list[Tensor | None]:
+        out: list[Tensor | None] = []
+        for i, struct, _ in self._slots:
+            out += (args[i],) if struct is None else args[i]
+        return out
+
+    def without(self, args: Sequence[Any]) -> list[Any]:
+        out = list(args)
+        for i, _, _ in self._slots:
+            out[i] = None
+        return out
+
+    def put(self, others: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[Any]:
+        """Return the arguments that both came from."""
+        out = list(others)
+        for i, struct, part in self._slots:
+            out[i] = tensors[part.start] if struct is None else struct._make(tensors[part])
+        return out
+
+
 _IN_GRAPHS = {"float": "Tensor", "float?": "Tensor?", "coefficient": "Tensor?"}
 
 
@@ -322,7 +347,9 @@ def makes_graph(args: Sequence[Any]) -> bool:
 def _by_mode(
     layout: _Layout, in_graph: Callable[..., Any], eager: Callable[..., Any]
 ) -> Callable[..., Any]:
+    tensors = layout.tensors()
+
     def call(*args: Any) -> Any:
-        return in_graph(*args) if makes_graph(layout.flat(args)) else eager(*args)
+        return in_graph(*args) if makes_graph(tensors.of(args)) else eager(*args)
 
     return call
