@@ -24,6 +24,7 @@ from ppokern.logprob import kernel_native
 from ppokern.logprob import reference as logprob_reference
 from ppokern.logprob.op import check_numbers
 from ppokern.ppo_loss import reference as loss_reference
+from ppokern.ppo_loss.op import KERNELS as LOSS_KERNELS
 from ppokern.ppo_loss.op import (
     Loss,
     checked_denominator,
@@ -88,7 +89,8 @@ def _forward(
         hidden, head, ids, plan, slopes, how.with_entropy, learns, loss_pass
     )
     entropy = None if entropy is None else entropy.view(shape)
-    loss, stats, *_ = loss_reference.forward(
+    loss_of = _backend.select("ppo_loss", LOSS_KERNELS, backend, h.hidden.device, dtype)
+    loss, stats, *_ = loss_of(
         x._replace(logprobs=logprobs.view(shape), entropy=entropy, mask=mask), o
     )
     spoil(x.cu_seqlens, len(valid), *gradients)
