@@ -7,10 +7,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <iterator>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 
 #include "gae/gae.h"
 #include "linear/linear_loss.h"
@@ -30,6 +32,7 @@ struct py::detail::type_caster<View<T>> {
       value = {reinterpret_cast<T*>(source.cast<uintptr_t>()), 1, 0};
       return true;
     }
+    if (!PyTuple_Check(source.ptr())) return false;
     const auto [address, sequence, step] = source.cast<std::tuple<uintptr_t, int64_t, int64_t>>();
     value = {reinterpret_cast<T*>(address), sequence, step};
     return true;
@@ -41,6 +44,7 @@ struct py::detail::type_caster<Dense<T>> {
   PYBIND11_TYPE_CASTER(Dense<T>, const_name("int"));
 
   bool load(handle source, bool) {
+    if (!PyLong_Check(source.ptr())) return false;
     value = {reinterpret_cast<T*>(source.cast<uintptr_t>())};
     return true;
   }
@@ -51,6 +55,7 @@ struct py::detail::type_caster<Rows> {
   PYBIND11_TYPE_CASTER(Rows, const_name("tuple[int, int, int]"));
 
   bool load(handle source, bool) {
+    if (!PyTuple_Check(source.ptr())) return false;
     const auto [data, offsets, stride] = source.cast<std::tuple<uintptr_t, uintptr_t, int64_t>>();
     value = {reinterpret_cast<void*>(data), reinterpret_cast<const int64_t*>(offsets), stride};
     return true;
@@ -74,6 +79,7 @@ struct py::detail::type_caster<Aggregate> {
   PYBIND11_TYPE_CASTER(Aggregate, const_name("str"));
 
   bool load(handle source, bool) {
+    if (!PyUnicode_Check(source.ptr())) return false;
     value = named<Aggregate>("aggregate", kAggregates, source);
     return true;
   }
@@ -84,28 +90,51 @@ struct py::detail::type_caster<KlKind> {
   PYBIND11_TYPE_CASTER(KlKind, const_name("str"));
 
   bool load(handle source, bool) {
+    if (!PyUnicode_Check(source.ptr())) return false;
     value = named<KlKind>("kl_kind", kKlKinds, source);
     return true;
   }
 };
 
+// Returns the value of a field as the kernels take it.
+template <class T>
+T taken(const py::dict& values, PyObject* name) {
+  PyObject* const value = PyDict_GetItemWithError(values.ptr(), name);
+  if (!value) throw py::key_error(py::cast<std::string>(name) + ": expected a value, got none");
+  py::detail::make_caster<T> caster;
+  if (!caster.load(value, true)) {
+    throw py::type_error(py::cast<std::string>(name) + ": expected " + decltype(caster)::name.text +
+                         ", got " + Py_TYPE(value)->tp_name);
+  }
+  return py::detail::cast_op<T>(std::move(caster));
+}
+
+template <class Args, class... Types, size_t... I>
+Args all_taken(const py::dict& values, PyObject* const* names, FieldTypes<void, Types...>,
+               std::index_sequence<I...>) {
+  return Args{taken<Types>(values, names[I])...};
+}
+
 template <class T>
 using Passed = std::conditional_t<std::is_pointer_v<T>, uintptr_t, T>;
 
-template <class Args, class Result, class... Rest, class... Types>
-auto takes(Result (*function)(const Args&, Rest...), FieldTypes<void, Types...>) {
-  return [function](Types... fields, Passed<Rest>... rest) {
-    return function(Args{fields...}, (Rest)rest...);
-  };
-}
-
-// Defines a function of an argument struct and more: in Python one of the struct's fields, in the
-// order that the module's `fields` has, and of the rest, pointers as addresses.
+// Defines a function of an argument struct and more: in Python of a dict that has the struct's
+// fields, which the module lists in `fields`, and of the rest, pointers as addresses.
 template <class Args, class Result, class... Rest>
 void define(py::module_& m, const char* name, Result (*function)(const Args&, Rest...)) {
-  m.def(name, takes(function, typename Args::Types{}), py::call_guard<py::gil_scoped_release>());
-  py::list names;
-  for (const char* field : Args::kNames) names.append(field);
+  constexpr size_t kCount = std::size(Args::kNames);
+  static PyObject* names[kCount];  // Python's own copies: a look-up compares addresses
+  py::tuple listed(kCount);
+  for (size_t i = 0; i < kCount; ++i) {
+    names[i] = PyUnicode_InternFromString(Args::kNames[i]);
+    listed[i] = py::reinterpret_borrow<py::str>(names[i]);
+  }
+  m.def(name, [function](const py::dict& values, Passed<Rest>... rest) {
+    const Args args =
+        all_taken<Args>(values, names, typename Args::Types{}, std::make_index_sequence<kCount>());
+    const py::gil_scoped_release released;
+    return function(args, (Rest)rest...);
+  });
   if (!py::hasattr(m, "fields")) m.attr("fields") = py::dict();
-  m.attr("fields")[name] = py::tuple(names);
+  m.attr("fields")[name] = listed;
 }

@@ -20,6 +20,7 @@ from torch._C import _TorchDispatchModeKey as _Modes
 _ORDINARY = (Tensor, nn.Parameter)
 _TRACED = ("FakeTensor", "FunctionalTensor")  # stand for tensors while a graph is made
 _COMMON = {Tensor, nn.Parameter, type(None), bool, int, float, str}  # types of most arguments
+_PRE_DISPATCH = DispatchKey.PreDispatch
 _TRACING_MODES = _Modes.FAKE, _Modes.FUNCTIONAL, _Modes.PROXY
 _WAYS_OUT = {
     "DTensor": "gather it first: full_tensor()",
@@ -102,4 +103,4 @@ def stands_for_another(x: Tensor) -> bool:
 def _traced_now() -> bool:
     if _count_of_modes() and any(_mode(key) is not None for key in _TRACING_MODES):
         return True
-    return _jit_traces() is not None or _is_in_force(DispatchKey.PreDispatch)
+    return _jit_traces() is not None or _is_in_force(_PRE_DISPATCH)

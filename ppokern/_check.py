@@ -112,7 +112,9 @@ def like(
 
 def mask_like(name: str, x: object, shape: Sequence[int], device: torch.device) -> None:
     """Check a bool tensor; None passes."""
-    like(name, x, shape, device, (torch.bool,), optional=True)
+    if x is None:
+        return
+    like(name, x, shape, device, (torch.bool,))
 
 
 def number(name: str, x: Any) -> float:
@@ -228,8 +230,13 @@ def token_ids(ids: Tensor, mask: Tensor | None, limit: int) -> None:
     if not values_of(ids):
         return
     if native and ids.is_cpu and ids.is_contiguous() and (mask is None or mask.is_contiguous()):
-        at_mask = 0 if mask is None else mask.data_ptr()
-        if native.token_ids_fit(ids.data_ptr(), at_mask, ids.numel(), limit):
+        values = {
+            "token_ids": ids.data_ptr(),
+            "mask": 0 if mask is None else mask.data_ptr(),
+            "rows": ids.numel(),
+            "vocab_size": limit,
+        }
+        if native.token_ids_fit(values):
             return
     bad = ((ids < 0) & (ids != -100)) | (ids >= limit)
     if (at := first(bad if mask is None else bad & mask)) is not None:
@@ -259,10 +266,12 @@ def constant(x: Tensor | None) -> Tensor | None:
 
 def constants(x: Struct) -> Struct:
     """Return a NamedTuple of tensors without their gradients."""
-    return type(x)(*map(constant, x))  # type: ignore[arg-type]
+    return type(x)(*[t if t is None or not t.requires_grad else t.detach() for t in x])
 
 
 def arithmetic(*tensors: Tensor | None) -> torch.dtype:
     """Return the dtype of a call's arithmetic: float64 where a tensor is float64, else float32."""
-    wide = any(x is not None and x.dtype == torch.float64 for x in tensors)
-    return torch.float64 if wide else torch.float32
+    for x in tensors:
+        if x is not None and x.dtype == torch.float64:
+            return torch.float64
+    return torch.float32

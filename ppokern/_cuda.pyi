@@ -1,16 +1,24 @@
-"""The CUDA kernels: as those of `_native`, but for what follows the arguments there.
+"""The CUDA kernels: as those of `_native`, with addresses behind the arguments.
 
-That is, in this order and where it is named here: the address of memory to work in, and that of a
-stream of the current device.
+These are of memory to work in, where it is named here, and of a stream of the current device.
 """
 
 from typing import Any
 
-def gae(*fields: Any) -> None: ...  # an int; a stream
+fields: dict[str, tuple[str, ...]]
+
+def gae(values: dict[str, Any], malformed: int, stream: int, /) -> None: ...  # of an int
 def logprob_segments(vocab_size: int, /) -> int: ...
-def logprob_forward(*fields: Any) -> None: ...  # (segments, 4) floats for each row; a stream
-def logprob_backward(*fields: Any) -> None: ...  # a stream
-def linear_loss(*fields: Any) -> None: ...  # those of LinearLossArgs; a stream
-def move_up(*fields: Any) -> None: ...  # those of MovedRows; a stream
+def logprob_forward(values: dict[str, Any], partials: int, stream: int, /) -> None: ...
+def logprob_backward(values: dict[str, Any], stream: int, /) -> None: ...
+def linear_loss(values: dict[str, Any], stream: int, /) -> None: ...
+def move_up(values: dict[str, Any], stream: int, /) -> None: ...
 def ppo_loss_work(sequences: int, tokens: int, /) -> int: ...  # bytes
-def ppo_loss(*fields: Any) -> None: ...  # denominators on the device, 0: none; work; a stream
+def ppo_loss(
+    values: dict[str, Any],
+    denominator: int,  # on the device, 0: none
+    value_denominator: int,
+    work: int,
+    stream: int,
+    /,
+) -> None: ...

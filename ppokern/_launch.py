@@ -1,28 +1,10 @@
-"""How compiled kernels are called: arguments by name, and what launches on a GPU share."""
+"""What the launches of kernels on a GPU have in common."""
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from operator import itemgetter
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def run(module: ModuleType, name: str, values: Mapping[str, Any], *rest: Any) -> Any:
-    """Call a function of a compiled module with the fields of its arguments, then the rest.
-
-    `values` may hold more than the fields that the module asks for.
-    """
-    function, pick = _declared(module, name)
-    return function(*pick(values), *rest)
-
-
-@cache
-def _declared(module: ModuleType, name: str) -> tuple[Any, itemgetter]:
-    return getattr(module, name), itemgetter(*module.fields[name])
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:

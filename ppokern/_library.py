@@ -92,7 +92,7 @@ def register(
         ctx.set_materialize_grads(False)
 
     def differentiate(ctx: Any, kernel: Any, flags: Sequence[bool], grads: Any) -> tuple:
-        if all(grad is None for grad in grads):
+        if grads[0] is None and all(grad is None for grad in grads):
             return (None,) * len(trained)
         tensors = ctx.saved_tensors
         args = *grads, needed_type(*flags), *saved.put(ctx.others, tensors)
@@ -104,7 +104,8 @@ def register(
         return _SecondDerivative.apply(name, len(result), *result, *tensors, *grads)
 
     def wanted(found: Any, flags: Sequence[bool]) -> tuple:
-        found = (found,) if isinstance(found, Tensor) else found
+        if isinstance(found, Tensor):
+            return (found,)  # of the one that is trained
         return tuple(grad if want else None for grad, want in zip(found, flags, strict=True))
 
     def set_up(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -233,8 +234,12 @@ class _Tensors:
                 end = start + (1 if struct is None else len(struct._fields))
                 self._slots.append((i, struct, slice(start, end)))
                 start = end
+        # the one parameter that holds tensors, where that is a NamedTuple
+        self._one = self._slots[0][0] if len(self._slots) == 1 and self._slots[0][1] else None
 
-    def of(self, args: Sequence[Any]) -> list[Tensor | None]:
+    def of(self, args: Sequence[Any]) -> Sequence[Tensor | None]:
+        if self._one is not None:
+            return args[self._one]
         out: list[Tensor | None] = []
         for i, struct, _ in self._slots:
             out += (args[i],) if struct is None else args[i]

@@ -1,14 +1,11 @@
 """What the compiled modules and the ops' declarations say of one another."""
 
-import ast
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-import ppokern
-from ppokern import _backend, _launch, _library
+from ppokern import _backend, _library
 from ppokern.gae.op import Advantages
 from ppokern.gae.reference import Inputs as GaeInputs
 from ppokern.ppo_loss import kernel_native
@@ -16,6 +13,7 @@ from ppokern.ppo_loss.reference import Inputs, Options, Output
 
 MODULES = [m for m in (_backend.native, _backend.cuda) if m is not None]
 COMMON = {"sequences", "threads"}
+REST = {"ppokern._native": (), "ppokern._cuda": (0, 0)}  # what `gae` takes beside its dict
 
 pytestmark = pytest.mark.skipif(not MODULES, reason="needs the C++ kernels")
 
@@ -39,18 +37,6 @@ def test_both_modules_take_the_same() -> None:
         assert native[name] == cuda[name]
 
 
-def test_the_stub_of_the_compiled_module_lists_its_arguments() -> None:
-    if _backend.native is None:
-        pytest.skip("needs the C++ kernels")
-    stub = ast.parse(Path(ppokern.__file__).with_name("_native.pyi").read_text())
-    listed = {
-        function.name: tuple(argument.arg for argument in function.args.posonlyargs)
-        for function in stub.body
-        if isinstance(function, ast.FunctionDef)
-    }
-    assert {name: listed[name] for name in _backend.native.fields} == _backend.native.fields
-
-
 @pytest.mark.parametrize(
     ("option", "known"),
     [
@@ -58,19 +44,20 @@ def test_the_stub_of_the_compiled_module_lists_its_arguments() -> None:
         ("kl_kind", "k1, k2, k3"),
     ],
 )
-def test_a_name_that_the_compiled_code_does_not_know_is_an_error(
-    option: str, known: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = _launch.run
-
-    def wrong(module: ModuleType, name: str, values: dict, *rest: object) -> object:
-        return run(module, name, values | {option: "k4"}, *rest)
-
-    monkeypatch.setattr(_launch, "run", wrong)
+def test_a_name_that_the_compiled_code_does_not_know_is_an_error(option: str, known: str) -> None:
     x = torch.randn(4)
     o = Options(0.2, 0.2, None, False, None, "token_mean", 0.0, 0.0, "k3", None, 1.0)
+    wrong = o._replace(**{option: "k4"})
     with pytest.raises(ValueError, match=f"^{option}: expected one of {known}, got k4$"):
-        kernel_native.forward(Inputs(logprobs=x, old_logprobs=x, advantages=x), o)
+        kernel_native.forward(Inputs(logprobs=x, old_logprobs=x, advantages=x), wrong)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
+def test_an_argument_that_is_missing_or_of_another_type_is_named(module: ModuleType) -> None:
+    with pytest.raises(KeyError, match="rewards: expected a value, got none"):
+        module.gae({}, *REST[module.__name__])
+    with pytest.raises(TypeError, match=r"^rewards: expected int \| tuple.*, got str$"):
+        module.gae({"rewards": "here"}, *REST[module.__name__])
 
 
 def test_two_arguments_of_one_name_are_refused() -> None:

@@ -211,22 +211,34 @@ def test_64_bit_offsets(entropy: bool) -> None:
     grads, offsets = call.grads.expand(2, n).contiguous(), torch.arange(n) * stride
     start = (call.logits.data_ptr() - row * stride * 4) % 2**64
 
-    def view(x: Tensor) -> tuple[int, int, int]:
-        return x.data_ptr(), 1, 0
-
     for logits in ((start, 0, stride), (start, offsets.data_ptr(), 0)):
-        tokens = (logits, 0, view(ids), view(mask), 0, 1.0, 0.0, n, 300, 1)
         out, rows, slope = torch.full((2, n), NAN), torch.full((n, 4), NAN), torch.empty(1, 300)
-        _native.logprob_forward(
-            *tokens, view(out[0]), view(out[1]) if entropy else 0, rows.data_ptr()
-        )
+        values = {
+            "logits": logits,
+            "type": 0,
+            "token_ids": ids.data_ptr(),
+            "mask": mask.data_ptr(),
+            "temperatures": 0,
+            "temperature": 1.0,
+            "softcap": 0.0,
+            "rows": n,
+            "vocab_size": 300,
+            "threads": 1,
+            "found": rows.data_ptr(),
+        }
+        places = {"logprobs": out[0].data_ptr(), "entropy": out[1].data_ptr() if entropy else 0}
+        _native.logprob_forward(values | places)
         assert torch.equal(out[0][mask], logprobs) and (out[0][~mask] == 0).all()
         assert torch.equal(rows[mask], found) and (rows[~mask] == 0).all()
         assert not entropy or torch.equal(out[1], rows[:, 1])
-        _native.logprob_backward(
-            *tokens, view(grads[0]), view(grads[1]) if entropy else 0, rows.data_ptr(),
-            (slope.data_ptr(), 0, stride), 300, True,
-        )  # fmt: skip
+        values |= {
+            "grad_logprobs": grads[0].data_ptr(),
+            "grad_entropy": grads[1].data_ptr() if entropy else 0,
+            "out": (slope.data_ptr(), 0, stride),
+            "width": 300,
+            "compact": True,
+        }
+        _native.logprob_backward(values)
         assert torch.equal(slope, grad)
 
 

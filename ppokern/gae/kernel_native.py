@@ -32,11 +32,12 @@ def gae(x: Inputs, o: Options, check: bool, on_cuda: bool = False) -> tuple[Tens
         sequences = cu_seqlens.shape[0] - 1
     else:
         sequences = rewards.shape[1 + time_dim] if rewards.dim() == 2 else 1
+    by_row = rewards.dim() == 2
 
     def steps(x: Tensor | None) -> tuple[int, int, int]:
         if x is None:
             return 0, 0, 0
-        return x.data_ptr(), x.stride(1 + time_dim) if x.dim() == 2 else 0, x.stride(time_dim)
+        return x.data_ptr(), x.stride(1 + time_dim) if by_row else 0, x.stride(time_dim)
 
     def per_sequence(x: Tensor | None) -> tuple[int, int, int]:
         return (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0) if x.dim() else 0, 0)
@@ -60,11 +61,11 @@ def gae(x: Inputs, o: Options, check: bool, on_cuda: bool = False) -> tuple[Tens
         "threads": torch.get_num_threads(),
     }
     if not on_cuda:
-        finite = _launch.run(_native, "gae", values_of)
+        finite = _native.gae(values_of)
         return advantages, returns, finite or not check
     malformed = torch.empty(1, dtype=torch.int32, device=rewards.device)
     with _launch.on_device_of(rewards):
         rest = malformed.data_ptr(), _launch.stream(rewards)
-        _launch.run(_cuda, "gae", values_of, *rest)
+        _cuda.gae(values_of, *rest)
     finite = not check or bool((advantages.isfinite() & returns.isfinite()).all())
     return advantages, returns, finite

@@ -67,10 +67,10 @@ def loss_pass(
         "width": width,
     }
     with _launch.on_device_of(logits):
-        _launch.run(_cuda, "linear_loss", values, _launch.stream(logits))
+        _cuda.linear_loss(values, _launch.stream(logits))
         kept = None if used is None else reference.kept_rows(used)
         if kept is not None:
-            _launch.run(_cuda, "move_up", values, _launch.stream(logits))
+            _cuda.move_up(values, _launch.stream(logits))
     return kept
 
 

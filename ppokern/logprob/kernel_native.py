@@ -45,13 +45,13 @@ def forward(
     values["entropy"] = entropy.data_ptr() if with_entropy else 0
     values["found"] = found.data_ptr()
     if not on_cuda:
-        _launch.run(_native, "logprob_forward", values)
+        _native.logprob_forward(values)
         return logprobs, entropy, found
     segments = _cuda.logprob_segments(x.vocab_size)
     partials = found.new_empty((rows, segments, 4))
     with _launch.on_device_of(found):
         rest = partials.data_ptr(), _launch.stream(found)
-        _launch.run(_cuda, "logprob_forward", values, *rest)
+        _cuda.logprob_forward(values, *rest)
     return logprobs, entropy, found
 
 
@@ -82,10 +82,10 @@ def backward(
     found = found.contiguous()
     values["found"] = found.data_ptr()
     if not on_cuda:
-        _launch.run(_native, "logprob_backward", values)
+        _native.logprob_backward(values)
         return out
     with _launch.on_device_of(out):
-        _launch.run(_cuda, "logprob_backward", values, _launch.stream(out))
+        _cuda.logprob_backward(values, _launch.stream(out))
     return out
 
 

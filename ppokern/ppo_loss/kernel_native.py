@@ -25,7 +25,7 @@ def forward(x: Inputs, o: Options, on_cuda: bool = False) -> Output:
         x = x._replace(old_values=None)
     if x.value_mask is None:
         x = x._replace(value_mask=x.mask)
-    x = Inputs(**{name: _dense(t) for name, t in x._asdict().items() if t is not None})
+    x = Inputs(*(None if t is None else _dense(t) for t in x))
     if x.cu_seqlens is not None:
         sequences = x.cu_seqlens.shape[0] - 1
     else:
@@ -34,7 +34,7 @@ def forward(x: Inputs, o: Options, on_cuda: bool = False) -> Output:
     denominators = x.denominator, x.value_denominator
     own, of_values = (float(t) if t is not None and t.is_cpu else None for t in denominators)
     values = {
-        **{name: _address(t) for name, t in x._asdict().items()},
+        **dict(zip(Inputs._fields, map(_address, x), strict=True)),
         "denominator": own,
         "value_denominator": of_values,
         "sequences": sequences,
@@ -44,17 +44,17 @@ def forward(x: Inputs, o: Options, on_cuda: bool = False) -> Output:
         "dual_clip": torch.inf if o.dual_clip is None else o.dual_clip,
         "log_ratio_limit": torch.inf if o.log_ratio_limit is None else o.log_ratio_limit,
         "value_clip_range": o.value_clip_range or 0.0,
-        **{name: _address(t) for name, t in out._asdict().items()},
+        **dict(zip(Output._fields, map(_address, out), strict=True)),
     }
     if not on_cuda:
-        _launch.run(_native, "ppo_loss", values)
+        _native.ppo_loss(values)
         return out
     on_device = [None if t is None or t.is_cpu else t for t in denominators]
     size = _cuda.ppo_loss_work(sequences, like.numel())
     work = like.new_empty(size, dtype=torch.uint8)
     with _launch.on_device_of(like):
         rest = *map(_address, on_device), work.data_ptr(), _launch.stream(like)
-        _launch.run(_cuda, "ppo_loss", values, *rest)
+        _cuda.ppo_loss(values, *rest)
     return out
 
 

@@ -41,10 +41,15 @@ def _forward_fake(x: Inputs, o: Options, backend: str) -> Output:
 
 
 def _keep(x: Inputs, o: Options, backend: str, out: Output) -> tuple:
-    trained = {name: getattr(x, name) for name in TRAINED}
-    value_mask = x.mask if x.value_mask is None else x.value_mask
-    masks = {"mask": x.mask, "value_mask": value_mask, "cu_seqlens": x.cu_seqlens}
-    return Inputs(**trained, **masks), out._replace(loss=None, stats=None)
+    kept = Inputs(
+        logprobs=x.logprobs,
+        entropy=x.entropy,
+        values=x.values,
+        mask=x.mask,
+        value_mask=x.mask if x.value_mask is None else x.value_mask,
+        cu_seqlens=x.cu_seqlens,
+    )
+    return kept, out
 
 
 def _backward(grad: Tensor, needed: tuple, x: Inputs, out: Output) -> tuple[Tensor | None, ...]:
@@ -189,8 +194,8 @@ def checked_tensors(like: Tensor, cu_seqlens: Tensor | None, **tensors: Tensor |
 
 def run(x: Inputs, o: Options) -> Loss:
     """Run the op on checked arguments."""
-    fixed = {n: t.detach() for n, t in x._asdict().items() if t is not None and n not in TRAINED}
-    x = x._replace(**fixed)
+    trained = x.logprobs, x.entropy, x.values
+    x = _check.constants(x)._replace(**dict(zip(TRAINED, trained, strict=True)))
     out = _ppo_loss(x, o, _backend.asked_for())
     names = reference.stat_names(x, o)
     return Loss(out.loss, dict(zip(names, out.stats.unbind(), strict=True)))
