@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -266,7 +266,8 @@ def constant(x: Tensor | None) -> Tensor | None:
 
 def constants(x: Struct) -> Struct:
     """Return a NamedTuple of tensors without their gradients."""
-    return type(x)(*[t if t is None or not t.requires_grad else t.detach() for t in x])
+    given: Iterable[Tensor | None] = x
+    return type(x)(*[t if t is None or not t.requires_grad else t.detach() for t in given])  # type: ignore[arg-type]
 
 
 def arithmetic(*tensors: Tensor | None) -> torch.dtype:

@@ -53,8 +53,8 @@ def forward(x: Inputs, o: Options, on_cuda: bool = False) -> Output:
     size = _cuda.ppo_loss_work(sequences, like.numel())
     work = like.new_empty(size, dtype=torch.uint8)
     with _launch.on_device_of(like):
-        rest = *map(_address, on_device), work.data_ptr(), _launch.stream(like)
-        _cuda.ppo_loss(values, *rest)
+        own, of_values = map(_address, on_device)
+        _cuda.ppo_loss(values, own, of_values, work.data_ptr(), _launch.stream(like))
     return out
 
 
