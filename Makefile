@@ -1,4 +1,4 @@
-# make demo | smollm2 | test | crash-test | bench | bench-trl | lint | types | capabilities
+# make demo | smollm2 | test | test-all | crash-test | bench | bench-trl | lint | types | capabilities
 #      sanitize | triton | interpreted | cuda-on-cpu | kernel-report | gpu-check | venv
 
 VENV := .venv
@@ -10,7 +10,7 @@ SMOLLM2 := trainer/presets/smollm2
 CSRC := $(wildcard csrc/* csrc/*/*)
 HARNESS := $(wildcard tests/cuda_on_cpu/*)
 
-.PHONY: demo smollm2 test crash-test bench bench-trl lint types capabilities sanitize triton
+.PHONY: demo smollm2 test test-all crash-test bench bench-trl lint types capabilities sanitize triton
 .PHONY: interpreted cuda-on-cpu kernel-report gpu-check venv
 
 demo:
@@ -26,8 +26,15 @@ smollm2: $(READY)
 	OMP_WAIT_POLICY=passive $(PYTHON) -m trainer ppo --config $(SMOLLM2).yaml --overwrite
 	$(PYTHON) -m trainer sample runs/smollm2/ppo --prompt "What is a rainbow? Answer in one short sentence."
 
+# Two processes, a file at a time. `test` draws cases of each test anew, with a seed that it prints;
+# `test-all` has all of them: 12,000.
+ALL_TESTS := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(READY)
-	$(PYTHON) -m pytest
+	$(PYTHON) $(ALL_TESTS) --sample 6
+
+test-all: $(READY)
+	$(PYTHON) $(ALL_TESTS)
 
 # Fifty `kill -9` at random moments; `make test` has five.
 crash-test: $(READY)

@@ -1,5 +1,6 @@
 import importlib
 import os
+import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -41,24 +42,45 @@ if "PPOKERN_CUDA_ON_CPU" in os.environ and "cuda" not in ppokern.available_backe
     raise ImportError("PPOKERN_CUDA_ON_CPU: no module in that folder can be loaded")
 
 
+SAMPLE_SEED = "PPOKERN_SAMPLE_SEED"  # in the environment, from which other processes take it
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sample", type=int, help="at most that many cases of each test")
+    parser.addoption(
+        "--sample", type=int, metavar="N", help="N cases of each test, or a twentieth, if more"
+    )
+    seed = os.environ.setdefault(SAMPLE_SEED, str(random.SystemRandom().randrange(10**6)))
+    parser.addoption(
+        "--sample-seed", type=int, metavar="S", default=int(seed), help="draws the same cases again"
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if config.option.sample is None:
+        return None
+    sample, seed = config.option.sample, config.option.sample_seed
+    return f"of each test some cases are drawn: --sample {sample} --sample-seed {seed}"
 
 
 @pytest.hookimpl(trylast=True)  # after -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what runs on CUDA; with ``--sample`` keep cases that are spread over all of a test's."""
+    """Mark what runs on CUDA; with ``--sample`` keep the cases that are drawn."""
     for item in items:
         name = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
         if name in CAN and CAN[name].device == "cuda":
             item.add_marker("gpu")
-    if (most := config.getoption("--sample")) is None:
+    if (least := config.option.sample) is None:
         return
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    kept = [all_[len(all_) * i // most] for all_ in cases.values() for i in range(most)]
-    items[:] = dict.fromkeys(kept)
+    drawn = random.Random(config.option.sample_seed)
+    kept = {
+        item
+        for all_ in cases.values()
+        for item in drawn.sample(all_, min(len(all_), max(least, len(all_) // 20)))
+    }
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
