@@ -42,12 +42,25 @@ def call(*command: object, check: bool = True, cwd: Path = Path("/"), **environm
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Compilers that do not optimise: how a wheel is made shows without it."""
+    compiler = tmp_path_factory.mktemp("quick") / "c++"
+    compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
+    compiler.chmod(0o755)
+    return {
+        "CC": str(compiler),
+        "CXX": str(compiler),
+        "NVCC_APPEND_FLAGS": "-Xptxas=-O0 -Xcicc=-O0",
+    }
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory, quick: dict[str, str]) -> Path:
     """A folder with the sdist, and the wheel built from it, each in isolation."""
     work = tmp_path_factory.mktemp("dist")
     shutil.copytree(ROOT, work / "checkout", ignore=shutil.ignore_patterns(*LEFTOVERS))
     build = [sys.executable, "-m", "build", "--outdir", work, work / "checkout"]
-    call(*build, PPOKERN_BUILD="1", PPOKERN_CUDA="off")
+    call(*build, PPOKERN_BUILD="1", PPOKERN_CUDA="off", **quick)
     return work
 
 
@@ -147,7 +160,9 @@ def test_without_a_compiler(dist: Path, tmp_path: Path, compiler: str) -> None:
 
 def test_a_compiler_without_openmp(dist: Path, environment: Path, tmp_path: Path) -> None:
     compiler = tmp_path / "g++"
-    compiler.write_text('#!/bin/sh\ncase " $* " in *" -fopenmp "*) exit 1; esac\nexec c++ "$@"\n')
+    compiler.write_text(
+        '#!/bin/sh\ncase " $* " in *" -fopenmp "*) exit 1; esac\nexec c++ "$@" -O0\n'
+    )
     compiler.chmod(0o755)
     wheel(dist, tmp_path, {"CC": str(compiler), "CXX": str(compiler), "PPOKERN_BUILD": "1"})
     assert smoke(environment, tmp_path) == ["torch", "cpu"]
@@ -166,10 +181,10 @@ except RuntimeError as error:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_with_cuda(dist: Path, environment: Path, tmp_path: Path) -> None:
+def test_with_cuda(dist: Path, environment: Path, tmp_path: Path, quick: dict[str, str]) -> None:
     """It is built and loads where there is no driver; a kernel then says so in CUDA's words."""
     archs = {"PPOKERN_CUDA_ARCHS": "90;999"}
-    output = wheel(dist, tmp_path, {"PPOKERN_CUDA": "on"} | archs)
+    output = wheel(dist, tmp_path, {"PPOKERN_CUDA": "on"} | archs | quick)
     assert "this nvcc does not know sm_999; compiling without it." in output
     (made,) = tmp_path.glob("*.whl")
     assert any("/_cuda." in name for name in zipfile.ZipFile(made).namelist())
@@ -189,12 +204,13 @@ def test_cuda_without_nvcc(dist: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.whl"))
 
 
-def test_cuda_that_does_not_compile(dist: Path, tmp_path: Path) -> None:
+def test_cuda_that_does_not_compile(dist: Path, tmp_path: Path, quick: dict[str, str]) -> None:
     broken = tmp_path / "bin" / "nvcc"
     broken.parent.mkdir()
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
-    output = wheel(dist, tmp_path, {"PPOKERN_CUDA": "auto", "CUDA_HOME": str(tmp_path)})
+    with_nvcc = {"PPOKERN_CUDA": "auto", "CUDA_HOME": str(tmp_path)}
+    output = wheel(dist, tmp_path, quick | with_nvcc)
     assert "ppokern: the CUDA kernels could not be compiled; installing without them." in output
     (made,) = tmp_path.glob("*.whl")
     assert sum(name.endswith(".so") for name in zipfile.ZipFile(made).namelist()) == 1
