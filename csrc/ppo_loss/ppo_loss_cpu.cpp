@@ -232,7 +232,7 @@ void add_entropy(const Block& block, Sums& sums) {
   sums.of[kScaledEntropy] += sum_of(total);
 }
 
-template <Lanes (*kEstimate)(Lanes), Lanes (*kSlope)(Lanes)>
+template <KlKind kKind>
 void add_kl(const Block& block, Sums& sums) {
   const PpoLossArgs& args = block.args;
   float* slopes = args.kl_coef != 0 ? args.logprob_slopes.data : nullptr;
@@ -242,11 +242,11 @@ void add_kl(const Block& block, Sums& sums) {
     const Lanes scale = block.shared(block.scales, at, count, mask);
     const Lanes log_ratio =
         take(args.logprobs, at, count, mask) - take(args.ref_logprobs, at, count, mask);
-    const Lanes kl = kEstimate(log_ratio);
-    plain += kl;
-    total += block.add(at, count, scale, kl, args.kl_coef);
+    const Lanes estimate = kl(kKind, log_ratio);
+    plain += estimate;
+    total += block.add(at, count, scale, estimate, args.kl_coef);
     if (slopes == nullptr) return;
-    const Lanes slope = scale == 0 ? Lanes{} : args.kl_coef * scale * kSlope(log_ratio);
+    const Lanes slope = scale == 0 ? Lanes{} : args.kl_coef * scale * kl_slope(kKind, log_ratio);
     const Lanes of_policy = args.ratio_slopes ? Lanes{} : load(slopes + at, count);
     store(slopes + at, slope + of_policy, count);
   });
@@ -282,10 +282,9 @@ void add_parts(const Block& block, Sums& sums) {
   if (args.logprobs) add_policy(block, sums);
   if (args.entropy) add_entropy(block, sums);
   if (args.ref_logprobs) {
-    const auto add = args.kl_kind == KlKind::kK1   ? add_kl<kl_k1, kl_k1_slope>
-                     : args.kl_kind == KlKind::kK2 ? add_kl<kl_k2, kl_k2_slope>
-                                                   : add_kl<kl_k3, kl_k3_slope>;
-    add(block, sums);
+    constexpr decltype(&add_kl<KlKind::kK1>) kOfKind[] = {add_kl<KlKind::kK1>, add_kl<KlKind::kK2>,
+                                                          add_kl<KlKind::kK3>};
+    kOfKind[static_cast<int>(args.kl_kind)](block, sums);
   }
   if (args.values) add_value(block, sums);
 }

@@ -163,8 +163,8 @@ def _policy_part(
         "clip_fraction": mean(outside.to(dtype)),
         "clip_fraction_active": mean(flat.to(dtype)),
     }
-    for kind, estimate in tm.KL.items():
-        stats[f"approx_kl_{kind}"] = mean(estimate(-own_log_ratio))
+    for kind in ("k1", "k2", "k3"):
+        stats[f"approx_kl_{kind}"] = mean(tm.KL[kind](-own_log_ratio))
     if x.entropy is not None:
         entropy = _masked(x.entropy, valid, dtype)
         stats["entropy"] = mean(entropy)
