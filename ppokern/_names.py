@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 Aggregate = Literal["token_mean", "sequence_mean", "sequence_sum", "sum", "none"]
 Backend = Literal["torch", "cpu", "triton", "cuda"]
-KLKind = Literal["k1", "k2", "k3"]
+KLKind = Literal["k1", "k2", "k3", "k3+"]
 MaskMode = Literal["skip", "decay"]
 PaddingSide = Literal["right", "left"]
 Ratio = Literal["token", "sequence"]

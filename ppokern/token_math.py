@@ -97,8 +97,10 @@ def kl_k3_slope(log_ratio: Tensor) -> Tensor:
     return -torch.expm1(-log_ratio)
 
 
-KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
-KL_SLOPE = {"k1": kl_k1_slope, "k2": kl_k2_slope, "k3": kl_k3_slope}
+# k3+ has the value of k3 and the slope of k2. Under the policy the mean of k2's slope times the
+# slope of the log-prob is the gradient of KL(policy || reference); that of k3's is not.
+KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3, "k3+": kl_k3}
+KL_SLOPE = {"k1": kl_k1_slope, "k2": kl_k2_slope, "k3": kl_k3_slope, "k3+": kl_k2_slope}
 
 
 # --- losses ---------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def kl_slope(log_ratio, KIND: tl.constexpr):
     """Its slope: the table ``KL_SLOPE``."""
     if KIND == "k1":
         return kl_k1_slope(log_ratio)
-    elif KIND == "k2":
+    elif KIND == "k2" or KIND == "k3+":
         return kl_k2_slope(log_ratio)
     else:
         return kl_k3_slope(log_ratio)

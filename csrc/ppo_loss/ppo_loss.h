@@ -9,11 +9,11 @@
 namespace ppokern {
 
 enum class Aggregate { kTokenMean, kSequenceMean, kSequenceSum, kSum, kNone };
-enum class KlKind { kK1, kK2, kK3 };
+enum class KlKind { kK1, kK2, kK3, kK3Plus };
 
 constexpr const char* kAggregates[] = {"token_mean", "sequence_mean", "sequence_sum", "sum",
                                        "none"};
-constexpr const char* kKlKinds[] = {"k1", "k2", "k3"};
+constexpr const char* kKlKinds[] = {"k1", "k2", "k3", "k3+"};
 
 // Tensors per token are contiguous; an absent one switches its part off.
 #define PPO_LOSS_ARGS(FIELD)                                                            \

@@ -282,8 +282,8 @@ void add_parts(const Block& block, Sums& sums) {
   if (args.logprobs) add_policy(block, sums);
   if (args.entropy) add_entropy(block, sums);
   if (args.ref_logprobs) {
-    constexpr decltype(&add_kl<KlKind::kK1>) kOfKind[] = {add_kl<KlKind::kK1>, add_kl<KlKind::kK2>,
-                                                          add_kl<KlKind::kK3>};
+    constexpr decltype(&add_kl<KlKind::kK1>) kOfKind[] = {
+        add_kl<KlKind::kK1>, add_kl<KlKind::kK2>, add_kl<KlKind::kK3>, add_kl<KlKind::kK3Plus>};
     kOfKind[static_cast<int>(args.kl_kind)](block, sums);
   }
   if (args.values) add_value(block, sums);

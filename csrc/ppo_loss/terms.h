@@ -37,12 +37,12 @@ PPOKERN_HOST_DEVICE inline F kl(KlKind kind, F log_ratio) {
                                : kl_k3(log_ratio);
 }
 
-// Its slope.
+// Its slope; k3+ is k3 with the slope of k2.
 template <class F>
 PPOKERN_HOST_DEVICE inline F kl_slope(KlKind kind, F log_ratio) {
   return kind == KlKind::kK1   ? kl_k1_slope(log_ratio)
-         : kind == KlKind::kK2 ? kl_k2_slope(log_ratio)
-                               : kl_k3_slope(log_ratio);
+         : kind == KlKind::kK3 ? kl_k3_slope(log_ratio)
+                               : kl_k2_slope(log_ratio);
 }
 
 // What was added up over all tokens.

@@ -69,8 +69,10 @@ def kl_estimate(
     Args:
         logprobs: ``(...)``, nats. Takes the gradient.
         ref_logprobs: ``(...)``, nats, constant.
-        kind: ``"k1"`` (unbiased), ``"k2"`` (biased, low variance) or ``"k3"`` (unbiased, never
-            negative).
+        kind: ``"k1"`` (unbiased), ``"k2"`` (biased, low variance), ``"k3"`` (unbiased, never
+            negative) or ``"k3+"`` (the value of k3 with the gradient of k2). For a loss: on tokens
+            that the policy sampled, the gradient of k2 is on average that of the KL; those of k1
+            (0 on average) and k3 are not.
         mask: ``(...)``, True = take part.
 
     Returns:
