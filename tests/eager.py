@@ -125,4 +125,7 @@ def total(
 
 def kl(logprobs: Tensor, ref: Tensor, kind: str) -> Tensor:
     d = compute(logprobs) - compute(ref)
-    return d if kind == "k1" else d**2 / 2 if kind == "k2" else torch.exp(-d) - 1 + d
+    if kind == "k1":
+        return d
+    k2, k3 = d**2 / 2, torch.exp(-d) - 1 + d
+    return {"k2": k2, "k3": k3, "k3+": k3.detach() + (k2 - k2.detach())}[kind]

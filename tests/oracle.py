@@ -195,8 +195,12 @@ def kl_token(d: Tensor, kind: str) -> Tensor:
         return d
     if kind == "k2":
         return d * d / 2
-    assert kind == "k3"
-    return torch.expm1(-d) + d
+    k3 = torch.expm1(-d) + d
+    if kind == "k3":
+        return k3
+    assert kind == "k3+"
+    of_k2 = d * d / 2
+    return k3.detach() + (of_k2 - of_k2.detach())
 
 
 def kl(logprobs: Tensor, ref: Tensor, kind: str = "k1", mask: Tensor | None = None) -> Tensor:

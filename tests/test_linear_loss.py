@@ -147,6 +147,7 @@ OPTIONS: dict[str, Any] = {
     "entropy": lambda s: {"entropy_coef": 0.1},
     "kl_k1": lambda s: {"kl_coef": 0.2, "kl_kind": "k1", "ref_logprobs": -torch.rand(s)},
     "kl_k3": lambda s: {"kl_coef": 0.2, "ref_logprobs": -2 - torch.rand(s)},
+    "kl_k3+": lambda s: {"kl_coef": 0.2, "kl_kind": "k3+", "ref_logprobs": -2 - torch.rand(s)},
     "policy": lambda s: {"dual_clip": 1.5, "clip_range": (0.3, 0.25), "weights": torch.rand(s)},
     "limit": lambda s: {"log_ratio_limit": 0.3, "clip_range": 0.5},
     "all": lambda s: {

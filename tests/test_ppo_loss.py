@@ -408,6 +408,7 @@ JOINT: dict[str, Callable[[tuple[int, ...]], dict[str, Any]]] = {
     "kl_k1": lambda s: {"kl_coef": 0.3, "kl_kind": "k1", "value_coef": 1.0},
     "kl_k2": lambda s: {"kl_coef": 0.3, "kl_kind": "k2", "value_coef": 1.0},
     "kl_k3": lambda s: {"kl_coef": 0.3, "value_coef": 1.0},
+    "kl_k3+": lambda s: {"kl_coef": 0.3, "kl_kind": "k3+", "value_coef": 1.0},
     "value_mask": lambda s: {
         "mask": torch.rand(s) < 0.6,
         "value_mask": torch.rand(s) < 0.6,

@@ -115,7 +115,7 @@ def test_layouts(layout: str, case: str) -> None:
 @given(
     st.sampled_from(AGGREGATES),
     st.sampled_from(["token", "sequence"]),
-    st.sampled_from(["k1", "k2", "k3"]),
+    st.sampled_from(["k1", "k2", "k3", "k3+"]),
     st.sampled_from([0.2, 0.0, INF, (0.3, 0.2)]),
     st.sampled_from([None, 2.0]),
     st.sampled_from([None, 0.7, 20.0]),

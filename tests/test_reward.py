@@ -15,7 +15,7 @@ from torch import Tensor
 from ppokern import ShapedRewards, kl_estimate, shaped_rewards
 
 OP = "reward"
-KINDS = ("k1", "k2", "k3")
+KINDS = ("k1", "k2", "k3", "k3+")
 NAN, INF = math.nan, math.inf
 T_, F_ = True, False
 
@@ -87,7 +87,30 @@ def test_kl_reference_is_a_constant(backend: str) -> None:
     assert not kl_estimate(x.detach(), ref).requires_grad
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2(backend: str) -> None:
+    x, ref = leaf(torch.tensor([-1.0, -2.0, -0.5])), torch.tensor([-1.5, -1.0, -0.5])
+    out = kl_estimate(x, ref, "k3+")
+    assert torch.equal(out, kl_estimate(x, ref, "k3"))
+    out.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [0.5, -1.0, 0.0]
+
+
+def test_on_average_the_gradient_of_k3_plus_is_that_of_the_kl() -> None:
+    logits, ref = torch.randn(2, 7, dtype=torch.float64)
+    logits = leaf(logits)
+    logp, logq = logits.log_softmax(0), ref.log_softmax(0)
+    p = logp.exp()
+    (exact,) = torch.autograd.grad((p * (logp - logq)).sum(), logits, retain_graph=True)
+
+    def expected(kind: str) -> Tensor:
+        estimate = (p.detach() * kl_estimate(logp, logq, kind)).sum()
+        return torch.autograd.grad(estimate, logits, retain_graph=True)[0]
+
+    assert torch.allclose(expected("k3+"), exact, atol=1e-12)
+    assert not torch.allclose(expected("k3"), exact, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])  # of k3+ value and gradient are of two kinds
 def test_kl_gradcheck(kind: str) -> None:
     a, b = torch.randn(2, 2, 5, dtype=torch.float64)
     mask = torch.rand(2, 5) < 0.7

@@ -371,8 +371,8 @@ class PPOConfig(Stage):
     """Where that KL enters: each token's reward, the policy's loss, or both."""
     kl_kind_in_reward: Literal["k1", "k2", "k3"] = "k1"
     """Estimate in the reward: k1 has the right mean, k2 and k3 are never negative."""
-    kl_kind_in_loss: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate in the loss: the gradient of k2 is the KL's, that of k1 is 0 on average."""
+    kl_kind_in_loss: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    """Estimate in the loss: the gradient of k2 and k3+ is the KL's, that of k1 is 0 on average."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """Adaptive: the coefficient follows one of the two targets."""
     kl_target_per_sequence: float | None = None
