@@ -1,5 +1,5 @@
-# make demo | smollm2 | test | test-all | crash-test | bench | bench-trl | lint | types | capabilities
-#      sanitize | triton | interpreted | cuda-on-cpu | kernel-report | gpu-check | venv
+# make demo | smollm2 | test | test-all | crash-test | bench | bench-trl | lint | types | docs
+#      capabilities | sanitize | triton | interpreted | cuda-on-cpu | kernel-report | gpu-check | venv
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -10,8 +10,8 @@ SMOLLM2 := trainer/presets/smollm2
 CSRC := $(wildcard csrc/* csrc/*/*)
 HARNESS := $(wildcard tests/cuda_on_cpu/*)
 
-.PHONY: demo smollm2 test test-all crash-test bench bench-trl lint types capabilities sanitize triton
-.PHONY: interpreted cuda-on-cpu kernel-report gpu-check venv
+.PHONY: demo smollm2 test test-all crash-test bench bench-trl lint types docs capabilities sanitize
+.PHONY: triton interpreted cuda-on-cpu kernel-report gpu-check venv
 
 demo:
 	@test -e $(READY) || echo "installs torch and builds the kernels: two minutes"
@@ -57,7 +57,7 @@ bench-trl: $(READY) .venv-trl/.ready
 
 # The op tests on each instruction set, and on kernels built with ASan and UBSan; OPS is a part.
 OPS := $(wildcard tests/test_*.py)
-OPS := $(filter-out $(patsubst %,tests/test_%.py,packaging readme triton gpu_check cuda cuda_on_cpu),$(OPS))
+OPS := $(filter-out $(patsubst %,tests/test_%.py,packaging docs examples triton gpu_check cuda cuda_on_cpu),$(OPS))
 SANITIZED := build/sanitize/lib
 SANITIZERS = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0
@@ -80,6 +80,10 @@ lint: $(READY)
 
 types: $(READY)
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
+
+# The pages of docs/ as a site, build/site/index.html; a warning is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
 # The Triton kernels without a GPU: compiled for three of them, and all op tests interpreted (3.5
 # minutes on one core). `make test` has one architecture and one case of each interpreted test,

@@ -4,8 +4,8 @@
 
 For each seed (0, 1, 2 where none is named) the demo, and PPO again from its models with each
 coefficient; what it writes to the demo's 256 held-out prompts is measured as there. Runs that are
-there already are not made again. Writes runs/bench/kl_reward.json and the README's plot,
-benchmarks/kl_reward.png.
+there already are not made again. Writes runs/bench/kl_reward.json and the plot of docs/demo.md,
+docs/kl_reward.png.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main(seeds: list[int]) -> None:
     """Measures, prints, draws."""
     curves = [curve(seed) for seed in seeds]
     write_json(FOLDER.with_suffix(".json"), curves)
-    plot(curves, Path(__file__).with_suffix(".png"))
+    plot(curves, Path(__file__).parents[1] / "docs/kl_reward.png")
     names = ("kl", "reward", "judge", "perplexity", "distinct_2", "tokens")
     table = Table("seed", "kl_coef", *names)
     for point in [point for points in curves for point in points]:

@@ -98,9 +98,9 @@ def test_the_version_goes_on_with_a_resumed_run(ppo_config: PPOConfig) -> None:
         ppo.run(config, resume=True, engine=Server(config.model, takes=[]))
 
 
-def test_the_engine_of_the_readme(ppo_config: PPOConfig) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (example,) = re.findall(r"```python\n((?:(?!```).)*rollouts_of.*?)```", readme, re.S)
+def test_the_engine_of_the_docs(ppo_config: PPOConfig) -> None:
+    page = (Path(__file__).parents[2] / "docs/engines.md").read_text()
+    (example,) = re.findall(r"```python\n((?:(?!```).)*rollouts_of.*?)```", page, re.S)
     policy, loaded, seeds_seen = ppo.load_policy(ppo_config.model), [], []
 
     def load(weights: dict[str, torch.Tensor], version: int) -> None:
@@ -120,7 +120,7 @@ def test_the_engine_of_the_readme(ppo_config: PPOConfig) -> None:
 
     server = SimpleNamespace(load=load, sample=sample)
     example = example.replace("ppokern.trainer", "trainer")  # as it is called in a checkout
-    exec(compile(example, "README.md", "exec"), {"server": server, "config": ppo_config})
+    exec(compile(example, "engines.md", "exec"), {"server": server, "config": ppo_config})
     assert loaded == [0, 4]
     assert len({seed for seeds in seeds_seen for seed in seeds}) == 16
     assert Path(ppo_config.run_dir, "summary.json").is_file()
