@@ -3,9 +3,9 @@
     python examples/gymnasium_gae.py
 
 Since Gymnasium 1.0 a vector environment resets in the step *after* the one that ended an episode.
-That step ignores its action, has reward 0, and is no transition: it is masked. The observation that
-came with the end is the last one of the episode, also where a time limit cut it. Its value goes into
-`next_values`: nothing has to be added to a reward.
+That step ignores its action, has reward 0, and is no transition: it is masked. The observation
+that came with the end is the last one of the episode, also where a time limit cut it. Its value
+goes into `next_values`: nothing has to be added to a reward.
 
     mask[t]        = not done[t - 1]
     terminated[t], truncated[t]: as the environment says

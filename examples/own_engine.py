@@ -2,9 +2,9 @@
 
     python examples/own_engine.py MODEL PROMPTS.jsonl RUN_DIR
 
-The engine here is plain transformers in the same process. A server does the same three steps: it takes
-the weights over, samples, and returns ids with their log-probs and the version of the weights. PPO's
-self-check says if these log-probs are not those of the weights that are trained.
+The engine here is plain transformers in the same process. A server does the same three steps: it
+takes the weights over, samples, and returns ids with their log-probs and the version of the
+weights. PPO's self-check says if these log-probs are not those of the weights that are trained.
 """
 
 import sys

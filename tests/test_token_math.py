@@ -40,7 +40,10 @@ LOGITS = grid(-40.0, -3.0, 0.0, 0.5, 124.0)
         (page.kl_k2_slope, D, lambda d: d),
         (page.kl_k3_slope, D, lambda d: -math.expm1(-d)),
     ],
-    ids=str,
+    ids=[
+        *("softcap", "softcap_slope", "tempered", "own_logprob_slope"),
+        *("k1", "k2", "k3", "k1_slope", "k2_slope", "k3_slope"),
+    ],
 )
 def test_formula(
     formula: Callable[[Tensor], Tensor], x: Tensor, expected: Callable[[float], float]
