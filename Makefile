@@ -26,8 +26,8 @@ smollm2: $(READY)
 	OMP_WAIT_POLICY=passive $(PYTHON) -m trainer ppo --config $(SMOLLM2).yaml --overwrite
 	$(PYTHON) -m trainer sample runs/smollm2/ppo --prompt "What is a rainbow? Answer in one short sentence."
 
-# Two processes, a file at a time. `test` draws cases of each test anew, with a seed that it prints;
-# `test-all` has all of them: 12,000.
+# Two processes, a file at a time. `test` draws cases of each test, and a quarter of the slow files, with
+# a seed that it prints: what one case shows is found by a hundred draws with 99 %. `test-all` has all.
 ALL_TESTS := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
@@ -36,7 +36,7 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTHON) $(ALL_TESTS)
 
-# Fifty `kill -9` at random moments; `make test` has five.
+# Fifty `kill -9` at random moments; `make test-all` has five.
 crash-test: $(READY)
 	OMP_WAIT_POLICY=passive PYTHONPATH=$(CURDIR) $(PYTHON) tests/trainer/crash.py 50
 
@@ -86,7 +86,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
 # The Triton kernels without a GPU: compiled for three of them, and all op tests interpreted (3.5
-# minutes on one core). `make test` has one architecture and one case of each interpreted test,
+# minutes on one core). `make test-all` has one architecture and one case of each interpreted test,
 # where Triton (180 MB to load) is there.
 triton: interpreted
 	PPOKERN_TEST_ARCHS=80,90,100 $(PYTHON) -m pytest -q tests/test_triton.py -k "not test_interpreted"
@@ -95,7 +95,7 @@ interpreted: $(TRITON)
 	TRITON_INTERPRET=1 $(PYTHON) -m pytest -q -k triton $(wildcard tests/test_*.py)
 
 # The CUDA kernels without a GPU: compiled by g++, and run on the CPU through every test of their
-# ops, then a part of them in other orders of threads, and all with ASan and UBSan. `make test` has
+# ops, then a part of them in other orders of threads, and all with ASan and UBSan. `make test-all` has
 # a few cases. What the harness catches is in tests/test_cuda_on_cpu.py.
 ON_CPU := PPOKERN_CUDA_ON_CPU=$(CURDIR)/build/cuda_on_cpu
 CUDA_TESTS := $(PYTHON) -m pytest -q -k cuda $(OPS)

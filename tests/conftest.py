@@ -47,7 +47,10 @@ SAMPLE_SEED = "PPOKERN_SAMPLE_SEED"  # in the environment, from which other proc
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--sample", type=int, metavar="N", help="N cases of each test, or a twentieth, if more"
+        "--sample",
+        type=int,
+        metavar="N",
+        help="N cases of each test, or a twentieth, if more; a quarter of the files of slow tests",
     )
     seed = os.environ.setdefault(SAMPLE_SEED, str(random.SystemRandom().randrange(10**6)))
     parser.addoption(
@@ -75,11 +78,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         cases.setdefault(item.nodeid.split("[")[0], []).append(item)
     drawn = random.Random(config.option.sample_seed)
-    kept = {
-        item
-        for all_ in cases.values()
-        for item in drawn.sample(all_, min(len(all_), max(least, len(all_) // 20)))
-    }
+    slow = [test for test, all_ in cases.items() if all_[0].get_closest_marker("slow")]
+    files = sorted({test.split("::")[0] for test in slow})  # whose tests share what is slow
+    left_out = drawn.sample(files, len(files) * 3 // 4)
+    kept = set()  # of each case, a twentieth of the draws has it at least
+    for test, all_ in cases.items():
+        if test not in slow or test.split("::")[0] not in left_out:
+            share = -(-len(all_) // (5 if test in slow else 20))
+            kept |= {*drawn.sample(all_, min(len(all_), max(least, share)))}
     items[:] = [item for item in items if item in kept]
 
 

@@ -29,6 +29,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert done.returncode == 1 and done.stderr == "gpu_check: no CUDA device\n"
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_and_keeps_its_lines(tmp_path: Path) -> None:
     from benchmarks.gpu_check import run_part
 

@@ -41,6 +41,7 @@ WARNINGS = ("ignore::DeprecationWarning:torch", "ignore:The .grad attribute")  #
 
 @pytest.mark.filterwarnings(*WARNINGS)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.slow
 def test_a_compiled_trunk_gives_the_same_loss_and_gradients(again: bool) -> None:
     torch.manual_seed(0)
     config = scratch_config(replace(TINY, family="llama"))
@@ -66,6 +67,7 @@ def test_a_compiled_trunk_gives_the_same_loss_and_gradients(again: bool) -> None
 
 
 @pytest.mark.filterwarnings(*WARNINGS)
+@pytest.mark.slow
 def test_a_run_of_ppo_with_compiled_trunks(ppo_config: PPOConfig) -> None:
     eager = ppo.run(ppo_config)
     compiled = ppo.run(replace(ppo_config, run_dir=ppo_config.run_dir + "2", compile=True))

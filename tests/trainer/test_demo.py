@@ -72,6 +72,7 @@ def test_own_text_and_own_reward(
     assert "SFT loss" in printed and "VADER" not in printed
 
 
+@pytest.mark.slow
 def test_the_demo_runs_again_and_keeps_the_one_before(own: list[str], tmp_path: Path) -> None:
     run_dir, previous = tmp_path / "demo", tmp_path / "demo.previous"
     written = []
@@ -182,6 +183,7 @@ def test_a_file_with_another_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 @needs_data
+@pytest.mark.slow
 def test_the_demo_on_real_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", *TINY, f"--run_dir={tmp_path}/demo"]) == 0
     folder = tmp_path / "demo"

@@ -30,6 +30,8 @@ from trainer.data import packed
 from trainer.metrics import VARYING, Metrics
 from trainer.optimise import adamw
 
+pytestmark = pytest.mark.slow
+
 ROUNDED = "optimizer policy_optimizer critic_optimizer kl_controller reward_scaling best".split()
 STAGES: dict[type, Any] = {PPOConfig: ppo, SFTConfig: sft, RewardConfig: reward}
 WAYS = ("ddp", "fsdp")

@@ -36,6 +36,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.slow
 def test_a_signal_ends_a_run_with_a_checkpoint_and_one_line(
     ends: dict[str, Any], stage: str
 ) -> None:
@@ -52,6 +53,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_one_line(
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.slow
 def test_what_a_signal_ended_goes_on_to_the_same_bits(ends: dict[str, Any], stage: str) -> None:
     assert ends[f"{stage} uncut"][0] == 0
     code, printed = ends[f"{stage} resumed"]
@@ -60,6 +62,7 @@ def test_what_a_signal_ended_goes_on_to_the_same_bits(ends: dict[str, Any], stag
     assert ends[f"{stage} differences"] == []
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_run_at_once(ends: dict[str, Any]) -> None:
     assert ends["waits after one signal"]
     code, printed = ends["two signals"]
@@ -68,6 +71,7 @@ def test_a_second_signal_ends_a_run_at_once(ends: dict[str, Any]) -> None:
     assert ends["two signals took"] < 5  # the reward function would have waited for ever
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_leaves_nothing(ends: dict[str, Any]) -> None:
     code, printed = ends["early"]
     assert code == 130
@@ -80,6 +84,7 @@ def test_a_signal_before_the_first_step_leaves_nothing(ends: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("name", ["a resume", "an overwriting one", "one by a link"])
+@pytest.mark.slow
 def test_beside_a_live_run_another_is_refused(ends: dict[str, Any], name: str) -> None:
     code, printed = ends[name]
     assert code == 2
@@ -89,12 +94,14 @@ def test_beside_a_live_run_another_is_refused(ends: dict[str, Any], name: str) -
     assert ends["untouched"]
 
 
+@pytest.mark.slow
 def test_of_two_resumes_the_second_is_refused(ends: dict[str, Any]) -> None:
     code, printed = ends["the second resume"]
     assert code == 2
     assert "is being written by process " in printed
 
 
+@pytest.mark.slow
 def test_a_dead_process_holds_no_lock(ends: dict[str, Any]) -> None:
     assert ends["a lock is left"]  # by kill -9
     code, printed = ends["after all"]
