@@ -98,7 +98,7 @@ struct py::detail::type_caster<KlKind> {
 
 // Returns the value of a field as the kernels take it.
 template <class T>
-T taken(const py::dict& values, PyObject* name) {
+T field_of(const py::dict& values, PyObject* name) {
   PyObject* const value = PyDict_GetItemWithError(values.ptr(), name);
   if (!value) throw py::key_error(py::cast<std::string>(name) + ": expected a value, got none");
   py::detail::make_caster<T> caster;
@@ -110,9 +110,9 @@ T taken(const py::dict& values, PyObject* name) {
 }
 
 template <class Args, class... Types, size_t... I>
-Args all_taken(const py::dict& values, PyObject* const* names, FieldTypes<void, Types...>,
+Args fields_of(const py::dict& values, PyObject* const* names, FieldTypes<void, Types...>,
                std::index_sequence<I...>) {
-  return Args{taken<Types>(values, names[I])...};
+  return Args{field_of<Types>(values, names[I])...};
 }
 
 template <class T>
@@ -131,7 +131,7 @@ void define(py::module_& m, const char* name, Result (*function)(const Args&, Re
   }
   m.def(name, [function](const py::dict& values, Passed<Rest>... rest) {
     const Args args =
-        all_taken<Args>(values, names, typename Args::Types{}, std::make_index_sequence<kCount>());
+        fields_of<Args>(values, names, typename Args::Types{}, std::make_index_sequence<kCount>());
     const py::gil_scoped_release released;
     return function(args, (Rest)rest...);
   });

@@ -23,7 +23,14 @@ def test_compiled_functions_take_what_is_declared(module: ModuleType) -> None:
     # a ratio of sequences is told by its slopes, which are then there
     loss = {*Inputs._fields, *Options._fields, *Output._fields} - {"sequence_ratio"}
     assert {*module.fields["ppo_loss"]} == loss | COMMON | {"tokens"}
-    gae = {*GaeInputs._fields, *Advantages._fields, "gamma", "decay", "masked_are_steps", "steps"}
+    gae = {
+        *GaeInputs._fields,
+        *Advantages._fields,
+        "gamma",
+        "gamma_lambda",
+        "masked_are_steps",
+        "steps",
+    }
     assert {*module.fields["gae"]} == gae | COMMON
     for name, fields in module.fields.items():
         assert len({*fields}) == len(fields), name

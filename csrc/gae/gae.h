@@ -20,7 +20,7 @@ namespace ppokern {
   FIELD(int64_t, sequences)                                                              \
   FIELD(int64_t, steps) /* of a sequence; packed: of all */                              \
   FIELD(float, gamma)                                                                    \
-  FIELD(float, decay)           /* gamma * lambda */                                     \
+  FIELD(float, gamma_lambda)                                                             \
   FIELD(bool, masked_are_steps) /* of reward 0 and value 0, between the unmasked ones */ \
   FIELD(int, threads)
 PPOKERN_ARGS(GaeArgs, GAE_ARGS)

@@ -60,9 +60,9 @@ inline Lanes take(Step step, float gamma, float gamma_lambda, Carry& carry) {
     advantage = carry.seen & lacking ? nan : advantage;
   }
 
-  const Mask taken = N::kMaskedAreSteps ? step.mask | carry.seen : step.mask;
-  carry.advantage = taken ? advantage : carry.advantage;
-  carry.value = taken ? step.value : carry.value;
+  const Mask is_step = N::kMaskedAreSteps ? step.mask | carry.seen : step.mask;
+  carry.advantage = is_step ? advantage : carry.advantage;
+  carry.value = is_step ? step.value : carry.value;
   carry.seen |= step.mask;
   return step.mask ? advantage : zero;
 }
@@ -96,7 +96,7 @@ bool walk_neighbours(const GaeArgs& args, int64_t first) {
       if (args.bootstrap.data) step.bootstrap = load(args.bootstrap.at(sequence, t));
       if (args.continues.data) step.continues = load(args.continues.at(sequence, t));
       if (N::kNextValues) step.next_value = load(args.next_values.at(sequence, t));
-      const Lanes advantage = take<N>(step, args.gamma, args.decay, carries[i]);
+      const Lanes advantage = take<N>(step, args.gamma, args.gamma_lambda, carries[i]);
       store(args.advantages.at(sequence, t), advantage);
       const Lanes returns = step.mask ? advantage + step.value : Lanes{};
       store(args.returns.at(sequence, t), watched(returns, poison));
@@ -241,28 +241,28 @@ struct Tiles {
       find_rows(next_values, next_value_rows);
       transpose(next_value_rows.at, next_value);
     }
-    const Bits taken = load_flags(mask);
+    const Bits is_step = load_flags(mask);
     Bits bootstrapped{}, continued{};
     if (N::kFlags) bootstrapped = load_flags(bootstrap), continued = load_flags(continues);
     Carry now = carry;  // in registers
     for (int i = kLanes; i-- > 0;) {
       const auto flag = [i](Bits flags) { return (Mask)(flags & (1u << i)) != 0; };
-      const Step step = {flag(taken), flag(bootstrapped), flag(continued),
-                         reward[i],   value[i],           next_value[i]};
-      advantage[i] = take<N>(step, args.gamma, args.decay, now);
+      const Step step = {flag(is_step), flag(bootstrapped), flag(continued),
+                         reward[i],     value[i],           next_value[i]};
+      advantage[i] = take<N>(step, args.gamma, args.gamma_lambda, now);
     }
     carry = now;
-    store_tile(taken);
+    store_tile(is_step);
   }
 
   // Writes the advantages, turned back, and with the values, which still lie in rows, the returns.
-  void store_tile(Bits taken) {
+  void store_tile(Bits is_step) {
     const float* steps[kLanes];
     for (int i = 0; i < kLanes; ++i) steps[i] = (const float*)&advantage[i];
     transpose(steps, advantage);
     Lanes rows[kLanes];
     uint32_t flags[kLanes];
-    std::memcpy(flags, &taken, sizeof flags);
+    std::memcpy(flags, &is_step, sizeof flags);
     for (int lane = 0; lane < kLanes; ++lane) {
       const Lanes values = load(value_rows.at[lane]);
       rows[lane] = watched(keep(flags[lane], advantage[lane] + values), poison);

@@ -242,10 +242,10 @@ __global__ void __launch_bounds__(kThreads, kResident)
     Behind here = team.scan(own, behind, behind_of_warps);
 
     float delta[kSteps] = {};
-    unsigned taken = 0, follows = 0;  // steps that are none leave what is behind them as it is
+    unsigned are_steps = 0, follows = 0;  // steps that are none leave what is behind them as it is
     const auto map = [&](int k) {
-      if (~taken >> k & 1) return Map{};
-      return Map{follows >> k & 1 ? double{args.decay} : 0, delta[k]};
+      if (~are_steps >> k & 1) return Map{};
+      return Map{follows >> k & 1 ? double{args.gamma_lambda} : 0, delta[k]};
     };
     Map own_map;
 #pragma unroll
@@ -256,10 +256,10 @@ __global__ void __launch_bounds__(kThreads, kResident)
       delta[k] = gae_delta(reward.at[k], value.at[k], next, args.gamma);
       if (here.unmasked) {
         if (lacking & bit) delta[k] = kNan;
-        if (args.masked_are_steps) taken |= bit;
+        if (args.masked_are_steps) are_steps |= bit;
         follows |= goes_on & bit;
       }
-      taken |= mask & bit;
+      are_steps |= mask & bit;
       own_map = map(k).over(own_map);
       here = step(k).over(here);
     }

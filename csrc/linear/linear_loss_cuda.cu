@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kThreads, kSoftcap ? 1 : kResident)
     LogprobRow found = {0, 0, 0, 0};
     float in_logprob = 0, in_entropy = 0, inverse = 1;
     int own = -1;
-    const bool taken = is_taken(tokens, token);
-    if (taken) {
+    const bool valid = is_valid(tokens, token);
+    if (valid) {
       own = token_of(tokens, token);
       inverse = inverse_temperature(tokens, token);
       const float in_bits = inverse * kLog2E;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, kSoftcap ? 1 : kResident)
       in_logprob = logprob_slope(args, token, scale, found.logprob);
       if (kEntropy) in_entropy = -args.entropy_coef * scale;
     }
-    const bool live = taken && (in_logprob != 0 || in_entropy != 0);
+    const bool live = valid && (in_logprob != 0 || in_entropy != 0);
     if (threadIdx.x == 0) {
       args.logprobs.data[token] = found.logprob;
       if (kEntropy) args.entropy.data[token] = found.entropy;

@@ -24,7 +24,7 @@ enum LogitsType : int { kFloat, kBf16, kFp16 };
   FIELD(int, threads)
 PPOKERN_ARGS(TokenLogits, TOKEN_LOGITS)
 
-PPOKERN_HOST_DEVICE inline bool is_taken(const TokenLogits& tokens, int64_t row) {
+PPOKERN_HOST_DEVICE inline bool is_valid(const TokenLogits& tokens, int64_t row) {
   return (!tokens.mask.data || *tokens.mask.at(row, 0)) && *tokens.token_ids.at(row, 0) != -100;
 }
 

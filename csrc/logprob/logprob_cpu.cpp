@@ -249,7 +249,7 @@ template <bool kEntropy, bool kSoftcap, class T>
 void forward_rows(const LogprobForwardArgs& args, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
     LogprobRow row = {};
-    if (is_taken(args.tokens, i)) row = forward_row<kEntropy, kSoftcap, T>(args.tokens, i);
+    if (is_valid(args.tokens, i)) row = forward_row<kEntropy, kSoftcap, T>(args.tokens, i);
     *args.logprobs.at(i, 0) = row.logprob;
     if (kEntropy) *args.entropy.at(i, 0) = row.entropy;
     *args.found.at(i, 0) = row;
@@ -356,7 +356,7 @@ template <bool kEntropy, bool kSoftcap, class T>
 int64_t backward_rows(const LogprobBackwardArgs& args, int64_t first, int64_t last) {
   int64_t to = first;
   for (int64_t i = first; i < last; ++i) {
-    if (is_taken(args.tokens, i)) {
+    if (is_valid(args.tokens, i)) {
       backward_row<kEntropy, kSoftcap, T>(args, i, args.out.at<T>(to++));
     } else if (!args.compact) {
       T* out = args.out.at<T>(to++);

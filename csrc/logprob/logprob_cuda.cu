@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, kReducing<kSoftcap>)
     reduce_kernel(TokenLogits tokens, int segments, float4* partials) {
   const int size = tokens.vocab_size;
   for (Items items(tokens.rows, segments); items.more(); items.next()) {
-    if (!is_taken(tokens, items.row)) continue;
+    if (!is_valid(tokens, items.row)) continue;
     const T* row = tokens.logits.at<const T>(items.row);
     const int own = token_of(tokens, items.row), end = min((items.piece + 1) * kSegment, size);
     const float in_bits = inverse_temperature(tokens, items.row) * kLog2E;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
   const TokenLogits& tokens = args.tokens;
   for (Items items(tokens.rows, 1); items.more(); items.next()) {
     LogprobRow found = {0, 0, 0, 0};
-    if (is_taken(tokens, items.row)) {
+    if (is_valid(tokens, items.row)) {
       const int64_t own = token_of(tokens, items.row);
       const float inverse = inverse_temperature(tokens, items.row), in_bits = inverse * kLog2E;
       Exps<true> exps;
@@ -103,15 +103,15 @@ __global__ void __launch_bounds__(kThreads, kWriting)
   const int size = tokens.vocab_size, width = args.width;
   for (Items items(tokens.rows, pieces); items.more(); items.next()) {
     T* out = args.out.at<T>(items.row);
-    const bool taken = is_taken(tokens, items.row);
+    const bool valid = is_valid(tokens, items.row);
     LogprobRow found = {0, 0, -kInfinity, 0};
-    if (taken) found = *args.found.at(items.row, 0);
+    if (valid) found = *args.found.at(items.row, 0);
     const float grad_logprob = args.grad_logprobs.data ? *args.grad_logprobs.at(items.row, 0) : 0;
     const float grad_entropy = kEntropy ? *args.grad_entropy.at(items.row, 0) : 0;
     const Slope<kEntropy, kSoftcap> slope(found, inverse_temperature(tokens, items.row),
                                           tokens.softcap, grad_logprob, grad_entropy);
     const T* row = tokens.logits.at<const T>(items.row);
-    const int own = taken ? token_of(tokens, items.row) : -1;
+    const int own = valid ? token_of(tokens, items.row) : -1;
     const bool has_slope = found.max != -kInfinity;
     const int start = items.piece * kSegment - misalignment(out) / static_cast<int>(sizeof(T));
     const int end = min(start + kSegment, width);
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, kWriting)
 struct Unmasked {
   TokenLogits tokens;
 
-  __device__ bool operator()(int64_t row) const { return is_taken(tokens, row); }
+  __device__ bool operator()(int64_t row) const { return is_valid(tokens, row); }
 };
 
 int multiprocessors() {

@@ -154,11 +154,11 @@ __device__ inline void gradient_step(const Slope<kEntropy, kSoftcap>& slope, boo
 
 constexpr int kMovers = 256;
 
-// Moves the rows that are taken up to the first ones, a thread a column: reads go before the writes
+// Moves the valid rows up to the first ones, a thread a column: reads go before the writes
 // of rows above them, so that no row is overwritten before it is read.
-template <class Unit, class Taken>
+template <class Unit, class Valid>
 __global__ void __launch_bounds__(kMovers, 4)
-    move_up_kernel(Taken is_taken, int64_t rows, Rows out, int element_bytes, int64_t units) {
+    move_up_kernel(Valid is_valid, int64_t rows, Rows out, int element_bytes, int64_t units) {
   constexpr int kRows = 8;
   const int64_t column = int64_t{blockIdx.x} * kMovers + threadIdx.x;
   if (column >= units) return;
@@ -170,15 +170,15 @@ __global__ void __launch_bounds__(kMovers, 4)
   int64_t to = 0;
   for (int64_t first = 0; first < rows; first += kRows) {
     Unit read[kRows];
-    bool taken[kRows];
+    bool valid[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      taken[i] = first + i < rows && is_taken(first + i);
-      if (taken[i]) read[i] = *at(first + i);
+      valid[i] = first + i < rows && is_valid(first + i);
+      if (valid[i]) read[i] = *at(first + i);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (taken[i]) *at(to++) = read[i];
+      if (valid[i]) *at(to++) = read[i];
     }
   }
 }
@@ -187,17 +187,17 @@ inline bool is_aligned(const Rows& rows, int64_t element_bytes) {
   return !rows.offsets && misalignment(rows.data) == 0 && rows.stride * element_bytes % 16 == 0;
 }
 
-template <class Taken>
-void move_up(const Taken& taken, int64_t rows, const Rows& out, int type, int64_t width,
+template <class Valid>
+void move_up(const Valid& valid, int64_t rows, const Rows& out, int type, int64_t width,
              void* stream) {
   const int element = type == kFloat ? 4 : 2;
   const int64_t bytes = width * element;
   const bool whole = is_aligned(out, element) && bytes % 16 == 0;
   const auto move =
-      whole ? &launch<move_up_kernel<uint4, Taken>, Taken, int64_t, Rows, int, int64_t>
-            : &launch<move_up_kernel<uint16_t, Taken>, Taken, int64_t, Rows, int, int64_t>;
+      whole ? &launch<move_up_kernel<uint4, Valid>, Valid, int64_t, Rows, int, int64_t>
+            : &launch<move_up_kernel<uint16_t, Valid>, Valid, int64_t, Rows, int, int64_t>;
   const int64_t units = bytes / (whole ? 16 : 2);
-  move((units + kMovers - 1) / kMovers, kMovers, 0, stream, taken, rows, out, element, units);
+  move((units + kMovers - 1) / kMovers, kMovers, 0, stream, valid, rows, out, element, units);
 }
 
 }  // namespace

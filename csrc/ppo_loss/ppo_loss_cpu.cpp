@@ -40,7 +40,7 @@ inline void for_each_block(int64_t first, int64_t last, Use use) {
 }
 
 template <class Count>
-inline Mask taken(Dense<const uint8_t> mask, int64_t at, Count count) {
+inline Mask valid_at(Dense<const uint8_t> mask, int64_t at, Count count) {
   return mask ? load(mask.data + at, count) : first(count);
 }
 
@@ -132,7 +132,7 @@ std::vector<float> mean_log_ratios(const PpoLossArgs& args, const Counts& counts
 #pragma omp parallel for num_threads(threads_of(args))
   for (int64_t s = 0; s < args.sequences; ++s) {
     const double sum = sum_over(begin_of(args, s), begin_of(args, s + 1), [&](int64_t at, auto n) {
-      const Mask mask = taken(args.mask, at, n);
+      const Mask mask = valid_at(args.mask, at, n);
       return take(args.logprobs, at, n, mask) - take(args.old_logprobs, at, n, mask);
     });
     means[s] = sum / std::max<int64_t>(counts.of_sequences[s], 1);
@@ -183,7 +183,7 @@ void add_policy(const Block& block, Sums& sums) {
   Lanes loss{}, ratios{}, k1{}, k2{}, k3{}, outside{}, flat{};
   Lanes least = broadcast(kInfinity), most = broadcast(-kInfinity);
   for_each_vector(block.begin, block.end, [&](int64_t at, auto count) {
-    const Mask mask = taken(args.mask, at, count);
+    const Mask mask = valid_at(args.mask, at, count);
     const Lanes logprob = take(args.logprobs, at, count, mask);
     const Lanes old_logprob = take(args.old_logprobs, at, count, mask);
     const Lanes advantage = take(args.advantages, at, count, mask);
@@ -220,7 +220,7 @@ void add_entropy(const Block& block, Sums& sums) {
   const PpoLossArgs& args = block.args;
   Lanes plain{}, total{};
   for_each_vector(block.begin, block.end, [&](int64_t at, auto count) {
-    const Mask mask = taken(args.mask, at, count);
+    const Mask mask = valid_at(args.mask, at, count);
     const Lanes scale = block.shared(block.scales, at, count, mask);
     const Lanes entropy = take(args.entropy, at, count, mask);
     plain += entropy;
@@ -238,7 +238,7 @@ void add_kl(const Block& block, Sums& sums) {
   float* slopes = args.kl_coef != 0 ? args.logprob_slopes.data : nullptr;
   Lanes plain{}, total{};
   for_each_vector(block.begin, block.end, [&](int64_t at, auto count) {
-    const Mask mask = taken(args.mask, at, count);
+    const Mask mask = valid_at(args.mask, at, count);
     const Lanes scale = block.shared(block.scales, at, count, mask);
     const Lanes log_ratio =
         take(args.logprobs, at, count, mask) - take(args.ref_logprobs, at, count, mask);
@@ -258,7 +258,7 @@ void add_value(const Block& block, Sums& sums) {
   const PpoLossArgs& args = block.args;
   Lanes loss{}, larger{};
   for_each_vector(block.begin, block.end, [&](int64_t at, auto count) {
-    const Mask mask = taken(args.value_mask, at, count);
+    const Mask mask = valid_at(args.value_mask, at, count);
     const Lanes scale = block.shared(block.value_scales, at, count, mask);
     const Lanes value = take(args.values, at, count, mask);
     const Lanes target = take(args.returns, at, count, mask);

@@ -56,7 +56,7 @@ def gae(x: Inputs, o: Options, check: bool, on_cuda: bool = False) -> tuple[Tens
         "sequences": sequences,
         "steps": rewards.shape[time_dim],
         "gamma": o.gamma,
-        "decay": o.gamma * o.lam,
+        "gamma_lambda": o.gamma * o.lam,
         "masked_are_steps": o.masked_are_steps,
         "threads": torch.get_num_threads(),
     }

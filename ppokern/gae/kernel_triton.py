@@ -92,7 +92,7 @@ def gae_kernel(
     sequences: tl.int64,
     length: tl.int64,  # of every sequence, packed: of all together
     gamma: tl.float64,
-    decay: tl.float64,  # gamma * lambda
+    gamma_lambda: tl.float64,
     COUNT_MASKED: tl.constexpr,  # whether a masked position is a step
     TIME_MAJOR: tl.constexpr,  # whether neighbours in memory belong to neighbouring sequences
     ROWS: tl.constexpr,
@@ -159,7 +159,7 @@ def gae_kernel(
         follower = tl.where(boots, follower, 0.0).to(tl.float64)
         delta = tm.gae_delta(reward.to(tl.float64), value.to(tl.float64), follower, gamma)
         delta = tl.where(wrong, float("nan"), delta)
-        carry = tl.where(goes_on & ~last, decay, 0.0).to(tl.float64)
+        carry = tl.where(goes_on & ~last, gamma_lambda, 0.0).to(tl.float64)
         if not COUNT_MASKED:
             delta, carry = tl.where(valid, delta, 0.0), tl.where(valid, carry, 1.0)
 

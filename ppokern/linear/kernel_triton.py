@@ -35,22 +35,22 @@ TILES = 4  # read at a time, so that enough is under way while few rows are
 
 @triton.jit
 def _slopes(
-    logprob, number, taken, scales, old_logprobs, advantages, weights, ref_logprobs,
+    logprob, number, valid, scales, old_logprobs, advantages, weights, ref_logprobs,
     low, high, dual_clip, limit, kl_coef, KL: tl.constexpr,
 ):  # fmt: skip
     """Return a token's scale, and the loss's slope in its log-prob."""
-    scale = losses.read(scales, number, taken)
-    old_logprob = losses.read(old_logprobs, number, taken)
-    advantage = losses.read(advantages, number, taken)
+    scale = losses.read(scales, number, valid)
+    old_logprob = losses.read(old_logprobs, number, valid)
+    advantage = losses.read(advantages, number, valid)
     _, slope, _, _ = losses.surrogate(
-        logprob - old_logprob, logprob, old_logprob, advantage, weights, number, taken,
+        logprob - old_logprob, logprob, old_logprob, advantage, weights, number, valid,
         low, high, dual_clip, limit,
     )  # fmt: skip
     slope *= scale
     if ref_logprobs is not None:
-        log_ratio = logprob - losses.read(ref_logprobs, number, taken)
-        slope += losses.scaled(tm.kl_slope(log_ratio, KL), kl_coef * scale, taken)
-    return scale, tl.where(taken, slope, 0.0)
+        log_ratio = logprob - losses.read(ref_logprobs, number, valid)
+        slope += losses.scaled(tm.kl_slope(log_ratio, KL), kl_coef * scale, valid)
+    return scale, tl.where(valid, slope, 0.0)
 
 
 _NUMBERS = ["row_stride", "id_stride", "mask_stride", "temperature_stride", "softcap", "tokens"]
@@ -110,12 +110,12 @@ def loss_kernel(
         number = first + row
         if numbers is not None:
             number = tl.load(numbers + row, inside, other=0)
-        token_id, taken = passes.taken_of(
+        token_id, valid = passes.valid_of(
             token_ids, id_stride, mask, mask_stride, number, inside & (number < tokens)
         )
         start = passes.row_start(row, row_offsets, row_stride, inside, ALIGNED)
-        inverse = passes.inverse_of(temperature, temperatures, temperature_stride, number, taken)
-        known = taken & (token_id >= 0) & (token_id < vocab_size)
+        inverse = passes.inverse_of(temperature, temperatures, temperature_stride, number, valid)
+        known = valid & (token_id >= 0) & (token_id < vocab_size)
         own = tl.load(logits + start + token_id, known, other=float("-inf")).to(tl.float32)
         if SOFTCAP:
             own = tm.softcap_logit(own, softcap)
@@ -126,11 +126,11 @@ def loss_kernel(
         in_bits = inverse * passes.LOG2_E
         tops = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
         sums, terms = tl.zeros(tops.shape, tl.float32), tl.zeros(tops.shape, tl.float32)
-        width = tl.max(tl.where(taken, vocab_size, 0), 0)
+        width = tl.max(tl.where(valid, vocab_size, 0), 0)
         for begin in range(0, width, TILES * COLUMNS):
             column = begin + lane
             z = passes.read(
-                logits, start[:, None, None], column, taken[:, None, None], vocab_size, ALIGNED
+                logits, start[:, None, None], column, valid[:, None, None], vocab_size, ALIGNED
             )
             if SOFTCAP:
                 z = tm.softcap_logit(z, softcap)
@@ -147,21 +147,21 @@ def loss_kernel(
                 terms += tl.sum(tm.entropy_term(weight, bits), 1)
             tops = top
         logprob, entropy, row_max, log_sum = passes.combine(
-            tops, sums, terms, own, inverse, taken, known, ENTROPY
+            tops, sums, terms, own, inverse, valid, known, ENTROPY
         )
         tl.store(logprobs + number, logprob, inside)
         if ENTROPY:
             tl.store(entropies + number, entropy, inside)
 
         scale, of_logprob = _slopes(
-            logprob, number, taken, scales, old_logprobs, advantages, weights, ref_logprobs,
+            logprob, number, valid, scales, old_logprobs, advantages, weights, ref_logprobs,
             low, high, dual_clip, limit, kl_coef, KL,
         )  # fmt: skip
-        live = taken & (of_logprob != 0.0)
+        live = valid & (of_logprob != 0.0)
         of_entropy = None
         if BONUS:
             of_entropy = (-entropy_coef * scale)[:, None]
-            live = live | (taken & (entropy_coef * scale != 0.0))
+            live = live | (valid & (entropy_coef * scale != 0.0))
         width = tl.max(tl.where(live, vocab_size, 0), 0)
         if used is None:
             width = vocab_size

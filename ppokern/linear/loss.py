@@ -17,7 +17,7 @@ from ppokern.linear.op import (
     gradients_like,
     laid_out,
     linear_logprobs,
-    taken,
+    valid_tokens,
 )
 from ppokern.linear.reference import HeadGradients, HeadInputs, HeadOptions, LossPass
 from ppokern.logprob import kernel_native
@@ -81,7 +81,7 @@ def _forward(
     check_numbers(how.temperature, how.softcap, dtype)
     x = with_checked_numbers(x, o, dtype)
     loss_pass = _backend.select("linear_ppo_loss", KERNELS, backend, h.hidden.device, dtype)
-    shape, valid = h.token_ids.shape, taken(h.token_ids, x.mask)
+    shape, valid = h.token_ids.shape, valid_tokens(h.token_ids, x.mask)
     mask = valid.view(shape)
     hidden, ids, head, plan = laid_out(h, how, valid, dtype)
     slopes = loss_reference.TokenSlopes(x, o, mask, dtype)
@@ -266,7 +266,9 @@ def linear_ppo_loss(
     if ratio == "sequence" or not any(learns):
         logprobs, entropy = linear_logprobs(h, mask, how)
         entropy = entropy if with_entropy else None
-        x = x._replace(logprobs=logprobs, entropy=entropy, mask=taken(ids, mask).view(ids.shape))
+        x = x._replace(
+            logprobs=logprobs, entropy=entropy, mask=valid_tokens(ids, mask).view(ids.shape)
+        )
         return run(x, o)
     loss, stats, *_ = _linear_ppo_loss(h, x, how, o, learns, _backend.asked_for())
     names = loss_reference.stat_names(_named(x, h, how), o)

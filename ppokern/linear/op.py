@@ -20,7 +20,7 @@ from ppokern.logprob.op import (
 )
 
 
-def taken(token_ids: Tensor, mask: Tensor | None) -> Tensor:
+def valid_tokens(token_ids: Tensor, mask: Tensor | None) -> Tensor:
     """Return, flat, which tokens take part."""
     valid = token_ids.reshape(-1) != -100
     return valid if mask is None else valid & mask.reshape(-1)
@@ -71,7 +71,7 @@ def _forward(h: HeadInputs, mask: Tensor | None, how: HeadOptions, backend: str)
     dtype, device, shape = arithmetic(h), h.hidden.device, h.token_ids.shape
     check_numbers(how.temperature, how.softcap, dtype)
     kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, device, dtype)
-    hidden, ids, head, plan = laid_out(h, how, taken(h.token_ids, mask), dtype)
+    hidden, ids, head, plan = laid_out(h, how, valid_tokens(h.token_ids, mask), dtype)
     logprobs, entropy, found = reference.forward(hidden, head, ids, plan, how.with_entropy, kernel)
     return _Output(logprobs.view(shape), entropy.view(shape), found.view(*shape, 4))
 
@@ -99,7 +99,7 @@ def _backward(
 ) -> HeadGradients:
     dtype, device = found.dtype, h.hidden.device
     kernel = _backend.select("linear_selected_logprobs", KERNELS, backend, device, dtype)
-    hidden, ids, head, plan = laid_out(h, how, taken(h.token_ids, mask), dtype)
+    hidden, ids, head, plan = laid_out(h, how, valid_tokens(h.token_ids, mask), dtype)
     in_logprobs = None if grad_logprobs is None else grad_logprobs.reshape(-1)
     in_entropy = None
     if grad_entropy is not None and how.with_entropy:

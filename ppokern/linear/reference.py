@@ -143,7 +143,7 @@ def forward(
     found = hidden.new_zeros((len(token_ids), 4), dtype=head.dtype)
     for chunk in chunks(hidden, head, how):
         x = _rows_of(chunk, head, how, token_ids)
-        found[chunk.rows] = kernel.forward(x, with_entropy, head.dtype, block=how.block)[2]
+        found[chunk.rows] = kernel.forward(x, with_entropy, head.dtype)[2]
     return found[:, 0].clone(), found[:, 1].clone(), found
 
 
@@ -165,7 +165,7 @@ def backward(
         kernel.backward(
             None if grad_logprobs is None else grad_logprobs[part],
             None if grad_entropy is None else grad_entropy[part],
-            _rows_of(chunk, head, how, token_ids), found[part], chunk.logits, block=how.block,
+            _rows_of(chunk, head, how, token_ids), found[part], chunk.logits,
         )  # fmt: skip
         gradients.add(part, chunk.logits, chunk.hidden)
     return gradients.result()
@@ -241,9 +241,7 @@ def two_passes(
         Which of the chunk's rows are left, in front of the others; None for all.
     """
     part, x = chunk.rows, _rows_of(chunk, head, how, token_ids)
-    own_logprobs, own_entropy, found = kernel.forward(
-        x, entropy is not None, head.dtype, block=how.block
-    )
+    own_logprobs, own_entropy, found = kernel.forward(x, entropy is not None, head.dtype)
     logprobs[part] = own_logprobs
     if entropy is not None:
         entropy[part] = own_entropy
@@ -254,9 +252,7 @@ def two_passes(
         use = how.valid[part] & (slope != 0)
         x, kept = x._replace(mask=use), kept_rows(use)
     compact = kept is not None
-    kernel.backward(
-        in_logprobs, in_entropy, x, found, chunk.logits, compact=compact, block=how.block
-    )
+    kernel.backward(in_logprobs, in_entropy, x, found, chunk.logits, compact=compact)
     return kept
 
 
@@ -330,7 +326,9 @@ class Gradients:
 def _rows_of(chunk: Chunk, head: Head, how: Plan, token_ids: Tensor) -> Rows:
     """Return what the passes over a chunk's logits take."""
     ids, valid = token_ids[chunk.rows], how.valid[chunk.rows]
-    return Rows(chunk.logits, ids, valid, chunk.temperature, head.softcap, head.vocab_size)
+    return Rows(
+        chunk.logits, ids, valid, chunk.temperature, head.softcap, head.vocab_size, how.block
+    )
 
 
 def _slices(weight: Tensor, how: Plan) -> Iterator[slice]:

@@ -25,11 +25,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def forward(
-    x: Rows,
-    with_entropy: bool,
-    dtype: torch.dtype,
-    block: int | None = None,
-    on_cuda: bool = False,
+    x: Rows, with_entropy: bool, dtype: torch.dtype, on_cuda: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropy (empty without), and what `backward` needs, ``(..., 4)``."""
     if on_cuda and not x.logits.numel():
@@ -62,7 +58,6 @@ def backward(
     found: Tensor,
     out: Tensor,
     compact: bool = False,
-    block: int | None = None,
     on_cuda: bool = False,
 ) -> Tensor:
     """Write the gradient of the logits to `out`, which may be `logits` itself, and return it."""

@@ -31,13 +31,13 @@ LARGEST = tl.constexpr(2e38)  # its product with log2(e) is finite
 
 
 @triton.jit
-def taken_of(token_ids, id_stride, mask, mask_stride, row, inside):
+def valid_of(token_ids, id_stride, mask, mask_stride, row, inside):
     """Return the ids of rows and which rows take part."""
     token_id = tl.load(token_ids + row * id_stride, inside, other=-100)
-    taken = token_id != -100
+    valid = token_id != -100
     if mask is not None:
-        taken = taken & (tl.load(mask + row * mask_stride, inside, other=0) != 0)
-    return token_id, taken
+        valid = valid & (tl.load(mask + row * mask_stride, inside, other=0) != 0)
+    return token_id, valid
 
 
 @triton.jit
@@ -51,10 +51,10 @@ def row_start(row, row_offsets, row_stride, inside, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def inverse_of(temperature, temperatures, temperature_stride, row, taken):
+def inverse_of(temperature, temperatures, temperature_stride, row, valid):
     """Return ``1 / temperature`` of rows, finite where the temperature is above 0."""
     if temperatures is not None:
-        each = tl.load(temperatures + row * temperature_stride, taken, other=1).to(tl.float32)
+        each = tl.load(temperatures + row * temperature_stride, valid, other=1).to(tl.float32)
     else:
         each = tl.full(row.shape, temperature, tl.float32)
     inverse = tl.div_rn(tl.full(row.shape, 1.0, tl.float32), each)
@@ -96,7 +96,7 @@ def from_other_maximum(tops, sums, terms, base, in_bits, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def combine(tops, sums, terms, own, inverse, taken, known, ENTROPY: tl.constexpr):
+def combine(tops, sums, terms, own, inverse, valid, known, ENTROPY: tl.constexpr):
     """Return log-prob, entropy, maximum and log-sum of rows, from parts of them and the tokens.
 
     Maxima, sums and entropy sums of the parts, ``(rows, parts)``, are added in one tree.
@@ -110,19 +110,19 @@ def combine(tops, sums, terms, own, inverse, taken, known, ENTROPY: tl.constexpr
     forbidden = rest + own_weight == 0.0  # a row of nothing but -inf
     logprob = tm.tempered_logit(own, base, inverse) - log_sum
 
-    bad = taken & ~known
+    bad = valid & ~known
     logprob = tl.where(bad, float("nan"), tl.where(forbidden, float("-inf"), logprob))
     log_sum = tl.where(bad, float("nan"), log_sum)
     entropy = tl.zeros(own.shape, tl.float32)
     if ENTROPY:
         mean = LN_2 * (tl.sum(terms, 1) + tm.entropy_term(own_weight, own_bits))
-        entropy = tl.where(taken & ~forbidden, log_sum + mean / (rest + own_weight), 0.0)
+        entropy = tl.where(valid & ~forbidden, log_sum + mean / (rest + own_weight), 0.0)
         entropy = tl.where(bad, float("nan"), entropy)
     return (
-        tl.where(taken, logprob, 0.0),
+        tl.where(valid, logprob, 0.0),
         entropy,
-        tl.where(taken, row_max, 0.0),
-        tl.where(taken, log_sum, 0.0),
+        tl.where(valid, row_max, 0.0),
+        tl.where(valid, log_sum, 0.0),
     )
 
 
@@ -184,11 +184,11 @@ def reduce_kernel(
         segment = item % segments
         row = (item // segments).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = segment * COLUMNS + tl.arange(0, COLUMNS)
-        token_id, taken = taken_of(token_ids, id_stride, mask, mask_stride, row, row < rows)
-        if tl.max(taken.to(tl.int32), 0) != 0:
+        token_id, valid = valid_of(token_ids, id_stride, mask, mask_stride, row, row < rows)
+        if tl.max(valid.to(tl.int32), 0) != 0:
             start = row_start(row, row_offsets, row_stride, row < rows, ALIGNED)
-            inverse = inverse_of(temperature, temperatures, temperature_stride, row, taken)
-            z = read(logits, start[:, None], column[None, :], taken[:, None], vocab_size, ALIGNED)
+            inverse = inverse_of(temperature, temperatures, temperature_stride, row, valid)
+            z = read(logits, start[:, None], column[None, :], valid[:, None], vocab_size, ALIGNED)
             if SOFTCAP:
                 z = tm.softcap_logit(z, softcap)
             z = tl.where(column[None, :] == token_id.to(tl.int32)[:, None], float("-inf"), z)
@@ -196,10 +196,10 @@ def reduce_kernel(
             bits = tm.tempered_logit(z, finite(top)[:, None], (inverse * LOG2_E)[:, None])
             weight = tl.exp2(bits)
             at = partials + row * segments + segment
-            tl.store(at, top, taken)
-            tl.store(at + rows * segments, tl.sum(weight, 1), taken)
+            tl.store(at, top, valid)
+            tl.store(at + rows * segments, tl.sum(weight, 1), valid)
             if ENTROPY:
-                tl.store(at + 2 * rows * segments, tl.sum(tm.entropy_term(weight, bits), 1), taken)
+                tl.store(at + 2 * rows * segments, tl.sum(tm.entropy_term(weight, bits), 1), valid)
 
 
 _RESULTS = ["partials", "logprobs", "entropy", "found"]
@@ -233,16 +233,16 @@ def finish_kernel(
     """Combine the segments of rows, always in the same tree, and add the tokens themselves."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    token_id, taken = taken_of(token_ids, id_stride, mask, mask_stride, row, inside)
-    known = taken & (token_id >= 0) & (token_id < vocab_size)
+    token_id, valid = valid_of(token_ids, id_stride, mask, mask_stride, row, inside)
+    known = valid & (token_id >= 0) & (token_id < vocab_size)
     start = row_start(row, row_offsets, row_stride, inside, False)
-    inverse = inverse_of(temperature, temperatures, temperature_stride, row, taken)
+    inverse = inverse_of(temperature, temperatures, temperature_stride, row, valid)
     own = tl.load(logits + start + token_id, known, other=float("-inf")).to(tl.float32)
     if SOFTCAP:
         own = tm.softcap_logit(own, softcap)
 
     segment = tl.arange(0, SEGMENTS)
-    where = taken[:, None] & (segment < segments)[None, :]
+    where = valid[:, None] & (segment < segments)[None, :]
     at = partials + row[:, None] * segments + segment[None, :]
     tops = tl.load(at, where, other=float("-inf"))
     sums = tl.load(at + rows * segments, where, other=0.0)
@@ -250,7 +250,7 @@ def finish_kernel(
     if ENTROPY:
         terms = tl.load(at + 2 * rows * segments, where, other=0.0)
     logprob, mean_entropy, row_max, log_sum = combine(
-        tops, sums, terms, own, inverse, taken, known, ENTROPY
+        tops, sums, terms, own, inverse, valid, known, ENTROPY
     )
     if ENTROPY:
         tl.store(entropy + row, mean_entropy, inside)
@@ -301,28 +301,28 @@ def gradient_kernel(
         row = (item // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = (item % blocks) * COLUMNS + tl.arange(0, COLUMNS)
         inside = row < rows
-        token_id, taken = taken_of(token_ids, id_stride, mask, mask_stride, row, inside)
+        token_id, valid = valid_of(token_ids, id_stride, mask, mask_stride, row, inside)
         grad = tl.zeros([ROWS, COLUMNS], tl.float32)
-        if tl.max(taken.to(tl.int32), 0) != 0:
+        if tl.max(valid.to(tl.int32), 0) != 0:
             start = row_start(row, row_offsets, row_stride, inside, ALIGNED)
-            inverse = inverse_of(temperature, temperatures, temperature_stride, row, taken)
-            raw = read(logits, start[:, None], column[None, :], taken[:, None], vocab_size, ALIGNED)
+            inverse = inverse_of(temperature, temperatures, temperature_stride, row, valid)
+            raw = read(logits, start[:, None], column[None, :], valid[:, None], vocab_size, ALIGNED)
             of_logprob, of_entropy = None, None
             if grad_logprobs is not None:
-                of_logprob = tl.load(grad_logprobs + row * grad_logprob_stride, taken, other=0.0)
+                of_logprob = tl.load(grad_logprobs + row * grad_logprob_stride, valid, other=0.0)
                 of_logprob = of_logprob.to(tl.float32)[:, None]
             if grad_entropy is not None:
-                of_entropy = tl.load(grad_entropy + row * grad_entropy_stride, taken, other=0.0)
+                of_entropy = tl.load(grad_entropy + row * grad_entropy_stride, valid, other=0.0)
                 of_entropy = of_entropy.to(tl.float32)[:, None]
             at = found + 4 * row
-            logprob, entropy = tl.load(at, taken, other=0.0), tl.load(at + 1, taken, other=0.0)
-            row_max, log_sum = tl.load(at + 2, taken, other=0.0), tl.load(at + 3, taken, other=0.0)
+            logprob, entropy = tl.load(at, valid, other=0.0), tl.load(at + 1, valid, other=0.0)
+            row_max, log_sum = tl.load(at + 2, valid, other=0.0), tl.load(at + 3, valid, other=0.0)
             grad = gradient(
                 raw, column[None, :] == token_id.to(tl.int32)[:, None], row_max[:, None],
                 log_sum[:, None], inverse[:, None], logprob[:, None], entropy[:, None],
                 of_logprob, of_entropy, softcap, SOFTCAP,
             )  # fmt: skip
-            grad = tl.where(taken[:, None] & (column < vocab_size)[None, :], grad, 0.0)
+            grad = tl.where(valid[:, None] & (column < vocab_size)[None, :], grad, 0.0)
         to = row_start(row, out_offsets, out_stride, inside, ALIGNED)
         where = inside[:, None] & whole(column, width, ALIGNED)[None, :]
         at = out + to[:, None] + column[None, :]
@@ -359,9 +359,7 @@ def move_up_kernel(
         tl.store(out + end[:, None] + column[None, :], x, where & moves[:, None])
 
 
-def forward(
-    x: Rows, with_entropy: bool, dtype: torch.dtype, block: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(x: Rows, with_entropy: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropy (empty without), and what `backward` needs, ``(..., 4)``."""
     if not x.logits.numel():
         return reference.forward(x, with_entropy, dtype)
@@ -398,7 +396,6 @@ def backward(
     found: Tensor,
     out: Tensor,
     compact: bool = False,
-    block: int | None = None,
 ) -> Tensor:
     """Write the gradient of the logits to `out`, which may be `logits` itself, and return it."""
     rows, width = x.token_ids.numel(), out.shape[-1]
@@ -422,19 +419,19 @@ def backward(
             ROWS=tile_rows, COLUMNS=columns, num_warps=WARPS,
         )  # fmt: skip
         if compact:
-            taken = x.token_ids.reshape(-1) != -100
-            move_up(out, taken if x.mask is None else taken & x.mask.reshape(-1))
+            valid = x.token_ids.reshape(-1) != -100
+            move_up(out, valid if x.mask is None else valid & x.mask.reshape(-1))
     return out
 
 
-def move_up(out: Tensor, taken: Tensor) -> None:
-    """Move the rows ``(N,)`` that are taken to the first ones of `out`."""
+def move_up(out: Tensor, valid: Tensor) -> None:
+    """Move the rows ``(N,)`` that are valid to the first ones of `out`."""
     width = out.shape[-1]
     columns = min(MOVED_COLUMNS, triton.next_power_of_2(width))
-    destinations = torch.where(taken, taken.cumsum(0) - 1, -1)
+    destinations = torch.where(valid, valid.cumsum(0) - 1, -1)
     with _launch.on_device_of(out):
         move_up_kernel[(triton.cdiv(width, columns),)](
-            out, *_rows(out), destinations, len(taken), width,
+            out, *_rows(out), destinations, len(valid), width,
             ALIGNED=aligned(out), ROWS=MOVED_ROWS, COLUMNS=columns, num_warps=WARPS,
         )  # fmt: skip
 

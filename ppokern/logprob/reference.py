@@ -43,11 +43,10 @@ class Rows(NamedTuple):
     temperature: float | Tensor  # a number, 0-d or (...)
     softcap: float | None
     vocab_size: int
+    block: int | None = None  # logits that plain torch holds copies of; by default, of the cache
 
 
-def forward(
-    x: Rows, with_entropy: bool, dtype: torch.dtype, block: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(x: Rows, with_entropy: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropy (empty without), and what `backward` needs, ``(..., 4)``.
 
     That is, of each row, log-prob, entropy, maximum and log-sum, where ``logsumexp(z) =
@@ -59,7 +58,7 @@ def forward(
     found = torch.zeros(x.token_ids.numel(), 4, dtype=dtype, device=logits.device)
     logprobs, entropy, maxima, log_sums = found.unbind(-1)
     ids, valid, bad = _selected(x)
-    for rows in _blocks(valid, logits.shape[-1], block):
+    for rows in _blocks(valid, logits.shape[-1], x.block):
         raw = _read(logits, rows)[:, :vocab_size].to(dtype)  # (n, V)
         z, row_max = _tempered(raw, None, _at(temperature, rows), softcap)
         target = z.gather(-1, ids[rows].unsqueeze(-1)).squeeze(-1)
@@ -86,7 +85,6 @@ def backward(
     found: Tensor,
     out: Tensor,
     compact: bool = False,
-    block: int | None = None,
 ) -> Tensor:
     """Write the gradient of the logits to `out`, which may be `logits` itself, and return it.
 
@@ -98,18 +96,17 @@ def backward(
         out: of ``logits``' shape; rows that are masked become 0.
         compact: write the gradients of the unmasked rows to the first rows of `out`, and leave the
             others.
-        block: logits of a block, by default what stays in cache.
     """
     logprobs, entropy, maxima, log_sums = found.reshape(-1, 4).unbind(-1)
     dtype, logits, result, out = logprobs.dtype, _rows_of(x.logits), out, _rows_of(out)
     temperature = _scale(x.temperature, dtype)
-    softcap, vocab_size = x[4:]
+    softcap, vocab_size = x.softcap, x.vocab_size
     grad_logprobs, grad_entropy = (
         None if g is None else g.reshape(-1).to(dtype) for g in (grad_logprobs, grad_entropy)
     )
     ids, valid, _ = _selected(x)
     done = 0
-    for rows in _blocks(valid, logits.shape[-1], block):
+    for rows in _blocks(valid, logits.shape[-1], x.block):
         raw = _read(logits, rows)[:, :vocab_size].to(dtype)  # (n, V)
         at_rows = _at(temperature, rows)
         z, _ = _tempered(raw, maxima[rows], at_rows, softcap)
