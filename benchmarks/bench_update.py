@@ -21,7 +21,7 @@ from trainer.config import PPOConfig, Scratch
 from trainer.data import packed
 from trainer.experience import Experience
 from trainer.metrics import Metrics
-from trainer.models import Policy, Scorer, scratch_config, without_dropout
+from trainer.models import LogProbs, Policy, Scorer, scratch_config, without_dropout
 
 LLAMA = Scratch("llama", vocab_size=8192, width=256, layers=6, heads=8, context_tokens=256)
 CASES = {  # model, sequences, tokens of each
@@ -33,10 +33,10 @@ CASES = {  # model, sequences, tokens of each
 class PlainPolicy(Policy):
     """Log-probs, entropy and the clipped loss from the logits of the batch."""
 
-    def forward(
-        self, ids: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None, **options: Any
-    ) -> Any:
-        """See `Policy`."""
+    def forward(self, request: Any) -> Any:
+        """See `Policy`; answers a `PPOLoss`."""
+        ids, cu_seqlens, mask = request.of.ids, request.of.cu_seqlens, request.of.mask
+        options = request.options
         inputs = Packed(cu_seqlens).inputs(ids)
         logits = self.lm(**inputs, use_cache=False).logits[0, :-1]  # (total - 1, V)
         logprobs = logits.float().log_softmax(-1)
@@ -79,7 +79,7 @@ def data(case: str) -> tuple[Any, Any, Experience]:
     ids, cu_seqlens = packed([torch.randint(1, scratch.vocab_size, (n,)).tolist() for n in lengths])
     mask = next_token_targets(ids, cu_seqlens)[1]
     with torch.no_grad():
-        logprobs, values = Policy(lm)(ids, cu_seqlens, mask), critic(ids, cu_seqlens)
+        logprobs, values = Policy(lm)(LogProbs(ids, cu_seqlens, mask)), critic(ids, cu_seqlens)
     noise = torch.randn(mask.shape)
     return lm, critic, Experience(
         ids=ids, cu_seqlens=cu_seqlens, mask=mask, logprobs=logprobs + 0.1 * noise,

@@ -72,6 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
         if name in CAN and CAN[name].device == "cuda":
             item.add_marker("gpu")
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow_files)  # no process ends with a long one
     if (least := config.option.sample) is None:
         return
     cases: dict[str, list[pytest.Item]] = {}

@@ -8,7 +8,6 @@ silence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,8 @@ from .config import CheckFailed, PPOConfig
 from .data import Prompt, select, sums
 from .experience import Experience
 from .metrics import Metrics
-from .models import Policy, dropout_of, forward_all
-from .rollout import Rollouts
+from .models import LogProbs, Policy, dropout_of
+from .rollout import Rollouts, logprobs_of
 
 # Between sampling and training: largest |ratio - 1|, and the log-prob's change on average, nats.
 # float32 leaves some 1e-5 and 1e-6; bfloat16 .05 and .007 in a fresh Llama of 7 M parameters, .33
@@ -69,9 +68,7 @@ def check_paths(policy: Policy, rollouts: Rollouts, config: PPOConfig, metrics: 
         The log-probs on the training path, `(total,)`.
     """
     temperature = config.temperature
-    path = partial(policy, temperature=temperature)
-    tokens = (rollouts.ids, rollouts.mask)
-    again = forward_all(path, config.max_tokens_per_micro_batch, rollouts.cu_seqlens, *tokens)
+    again = logprobs_of(rollouts, policy, temperature, config.max_tokens_per_micro_batch)
     change = (again - rollouts.logprobs)[rollouts.mask].double()  # nats
     ratio, mean = _apart(change)
     metrics.add("consistency/ratio_error_max", distributed.largest(ratio))
@@ -138,7 +135,7 @@ def likely_cause(policy: Policy, rollouts: Rollouts, config: PPOConfig) -> str:
     def explained(temperature: float) -> bool:
         """Whether sequences alone give what sampling gave."""
         changes = [
-            policy(rollouts.ids[places], ends, mask, temperature=temperature)[mask]
+            policy(LogProbs(rollouts.ids[places], ends, mask, temperature))[mask]
             - rollouts.logprobs[places][mask]
             for places, ends in alone
             for mask in [rollouts.mask[places]]

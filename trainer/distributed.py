@@ -90,11 +90,6 @@ def largest(x: float) -> float:
     return max(gathered(x))
 
 
-def anyone(found: bool) -> bool:
-    """Whether one of the processes has found something."""
-    return any(gathered(found))
-
-
 def gathered(x: Item) -> list[Item]:
     """What each process has, in their order."""
     if not dist.is_initialized():

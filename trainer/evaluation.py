@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from .config import PPOConfig
 from .data import read_prompts, stop_ids, sums
 from .lora import save_policy
 from .metrics import Metrics
-from .models import Policy, forward_all, lent, set_precision
-from .rollout import generate
+from .models import Policy, lent, set_precision
+from .rollout import generate, logprobs_of
 from .scoring import RewardPart, load_rewards, models_of, score
 
 
@@ -92,8 +91,7 @@ class Evaluation:
             rows=distributed.share(len(self.prompts)),
         )
         ends, tokens = rollouts.cu_seqlens, config.max_tokens_per_micro_batch
-        ref = partial(reference, temperature=config.temperature)
-        ref_logprobs = forward_all(ref, tokens, ends, rollouts.ids, rollouts.mask)
+        ref_logprobs = logprobs_of(rollouts, reference, config.temperature, tokens)
         scores, _ = score(rewards, rollouts, config.missing_eos_penalty)  # (S,)
         kl = sums(rollouts.logprobs - ref_logprobs, ends)  # (S,)
         metrics.add("eval/score", scores)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from . import distributed
 from .config import PPOConfig
 from .data import select
 from .models import Policy, forward_all
-from .rollout import Rollouts
+from .rollout import Rollouts, logprobs_of
 
 
 @dataclass
@@ -81,8 +80,7 @@ def make_experience(
     mask = rollouts.mask
     if config.truncation == "drop":
         mask = mask & rollouts.terminated.repeat_interleave(rollouts.lengths)
-    ref = partial(reference, temperature=config.temperature)
-    ref_logprobs = forward_all(ref, tokens, cu_seqlens, ids, rollouts.mask)
+    ref_logprobs = logprobs_of(rollouts, reference, config.temperature, tokens)
     goes_on = ~rollouts.terminated & (config.truncation == "bootstrap")  # (S,)
     last = cu_seqlens[1:] - 1  # (S,)
     values = forward_all(critic, tokens, cu_seqlens, ids, mask.index_put((last,), goes_on))

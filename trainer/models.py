@@ -11,9 +11,10 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,6 +51,8 @@ from .distributed import blocks_of
 logging.set_verbosity_error()  # warnings: of fresh heads, of padding without a mask; both are meant
 logging.disable_progress_bar()
 
+T = TypeVar("T")
+
 
 class Trunk(nn.Module):
     """A transformers model with its head."""
@@ -79,66 +82,29 @@ class Policy(Trunk):
         """Longest sequence that the model can read."""
         return self.lm.config.max_position_embeddings
 
-    def forward(
-        self,
-        ids: Tensor,
-        cu_seqlens: Tensor | None = None,
-        mask: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-        cache: KeyValueCache | None = None,
-        states: bool = False,
-        **ppo: Any,
-    ) -> Tensor | Loss | tuple[Loss, Tensor]:
-        """Log-probs of the tokens that follow, or a loss on them, or logits to sample from.
+    if TYPE_CHECKING:
 
-        Args:
-            ids: `(total,)`; with a cache: the prompts that it was made for, then a token a row.
-            cu_seqlens: `(S + 1,)`; not needed with a cache.
-            mask: `(total,)` bool; place `i` stands for the token behind `ids[i]` in its sequence.
-                The last of each sequence has none and counts as masked.
-            temperature: of log-probs and loss.
-            cache: asks for the logits behind the last token of each row, `(b, V)`.
-            states: asks for what a `ValueHead` reads, `(total, H)`: alone, or beside the loss.
-                Behind the last place of a sequence's mask they are 0.
-            **ppo: tensors `(total,)` and options of `ppokern.linear_ppo_loss`: ask for that loss.
+        def __call__(self, request: Request[T]) -> T:
+            """Answers a request."""
+            ...
 
-        Returns:
-            `(total,)` log-probs in nats, 0 where masked; or a `Loss`; or `(b, V)` logits.
-        """
+    def forward(self, request: Request[T]) -> T:
+        """Answers a request: every pass comes through here, where DDP and FSDP2 take part in it."""
+        return request.answer(self)
+
+    def head(self) -> Any:
+        """The language head, whose weight the ops read."""
         head: Any = self.lm.get_output_embeddings()
-        if hasattr(
-            head, "base_layer"
-        ):  # the ops read the weight: they would pass over what is added
+        if hasattr(head, "base_layer"):  # the ops would pass over what is added
             raise UserError(
                 "the language head has an adapter on it: put adapters on the trunk alone"
             )
-        softcap = getattr(self.lm.config, "final_logit_softcapping", None)
-        if cache is not None:
-            with (
-                self.autocast(),
-                torch.compiler.set_stance("force_eager"),
-            ):  # a token a row: no gain
-                logits = head(cache.last(_hidden(self.lm, cache, ids)))[:, : self.vocab_size]
-            return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        assert cu_seqlens is not None
-        if states and not ppo:
-            with self.autocast():
-                return _states(self.lm, ids, cu_seqlens, mask)
-        targets, followed = next_token_targets(ids, cu_seqlens)
-        mask = followed if mask is None else mask & followed
-        with self.autocast():
-            hidden = _states(self.lm, ids, cu_seqlens, mask)
-        read, weight = hidden, head.weight
-        if self.precision == "bfloat16":  # the ops' GEMMs are those of what they are given
-            read, weight = hidden.bfloat16(), weight.bfloat16()
-        options = {"bias": head.bias, "mask": mask, "temperature": temperature, "softcap": softcap}
-        options |= {"vocab_size": self.vocab_size}
-        if not ppo:
-            return linear_selected_logprobs(read, weight, targets, **options)
-        options |= {"cu_seqlens": cu_seqlens}
-        loss = linear_ppo_loss(read, weight, targets, **options, **ppo)
-        return (loss, hidden) if states else loss
+        return head
+
+    @property
+    def softcap(self) -> float | None:
+        """Of the logits."""
+        return getattr(self.lm.config, "final_logit_softcapping", None)
 
     @torch.no_grad()
     def knows_its_head(self) -> bool:
@@ -146,7 +112,100 @@ class Policy(Trunk):
         ids, cu_seqlens = packed([[0, 1, 2, 3]], self.lm.device)
         out = self.lm(**Packed(cu_seqlens).inputs(ids), use_cache=False)
         theirs = out.logits[0, :-1].float().log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
-        return torch.allclose(self(ids, cu_seqlens)[:-1], theirs, atol=1e-3)
+        return torch.allclose(self(LogProbs(ids, cu_seqlens))[:-1], theirs, atol=1e-3)
+
+
+class Request(Generic[T]):
+    """What a policy is asked for, with the tokens of its pass."""
+
+    def answer(self, policy: Policy) -> T:
+        """What the policy says; called by its `forward`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class NextLogits(Request[Tensor]):
+    """Logits behind the last token of each row, `(b, V)`, to sample from.
+
+    `ids` are the prompts that the cache was made for, `(total,)`; then a token a row, `(b,)`.
+    """
+
+    ids: Tensor
+    cache: KeyValueCache
+
+    def answer(self, policy: Policy) -> Tensor:
+        """Leaves torch.compile out: with a token a row there is nothing to gain."""
+        head, softcap = policy.head(), policy.softcap
+        with policy.autocast(), torch.compiler.set_stance("force_eager"):
+            hidden = _hidden(policy.lm, self.cache, self.ids)
+            logits = head(self.cache.last(hidden))[:, : policy.vocab_size]
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+@dataclass(frozen=True)
+class States(Request[Tensor]):
+    """What a `ValueHead` reads, `(total, H)`; 0 behind the last place of a sequence's mask."""
+
+    ids: Tensor  # (total,)
+    cu_seqlens: Tensor  # (S + 1,)
+    mask: Tensor | None = None  # (total,) bool
+
+    def answer(self, policy: Policy) -> Tensor:
+        """The trunk alone."""
+        with policy.autocast():
+            return _states(policy.lm, self.ids, self.cu_seqlens, self.mask)
+
+
+@dataclass(frozen=True)
+class LogProbs(Request[Tensor]):
+    """Log-probs of the tokens that follow, `(total,)`, nats; 0 where masked.
+
+    Place `i` of the mask stands for the token behind `ids[i]` in its sequence. The last place of a
+    sequence has none and counts as masked.
+    """
+
+    ids: Tensor  # (total,)
+    cu_seqlens: Tensor  # (S + 1,)
+    mask: Tensor | None = None  # (total,) bool
+    temperature: float = 1.0
+
+    def answer(self, policy: Policy) -> Tensor:
+        """Through the head without the logits of the whole batch."""
+        _, *arguments, options = self.read(policy)
+        return linear_selected_logprobs(*arguments, **options)
+
+    def read(self, policy: Policy) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+        """The states, and what the linear ops take: states, weight, targets, options."""
+        head = policy.head()
+        targets, followed = next_token_targets(self.ids, self.cu_seqlens)
+        mask = followed if self.mask is None else self.mask & followed
+        with policy.autocast():
+            hidden = _states(policy.lm, self.ids, self.cu_seqlens, mask)
+        read, weight = hidden, head.weight
+        if policy.precision == "bfloat16":  # the ops' GEMMs are those of what they are given
+            read, weight = hidden.bfloat16(), weight.bfloat16()
+        options = {
+            "bias": head.bias,
+            "mask": mask,
+            "temperature": self.temperature,
+            "softcap": policy.softcap,
+            "vocab_size": policy.vocab_size,
+        }
+        return hidden, read, weight, targets, options
+
+
+@dataclass(frozen=True)
+class PPOLoss(Request[tuple[Loss, Tensor]]):
+    """PPO's loss on tokens that followed, and the states that it was made of, `(total, H)`."""
+
+    of: LogProbs
+    options: dict[str, Any]  # tensors `(total,)` and options of `ppokern.linear_ppo_loss`
+
+    def answer(self, policy: Policy) -> tuple[Loss, Tensor]:
+        """The states carry a gradient of their own, for a `ValueHead`."""
+        hidden, *arguments, options = self.of.read(policy)
+        options |= {"cu_seqlens": self.of.cu_seqlens}
+        return linear_ppo_loss(*arguments, **options, **self.options), hidden
 
 
 class Scorer(Trunk):

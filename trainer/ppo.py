@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import resource
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,21 +26,24 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ppokern import kl_estimate, ppo_value_loss
-from ppokern._names import KLKind
+from ppokern import ppo_value_loss
 
 from . import distributed
 from .check import check_answers, check_frozen, check_paths, check_start, check_sums
 from .checkpoint import Checkpoints, save_model, write_json
 from .config import CheckFailed, PPOConfig
-from .data import micro_batches, mixed, read_prompts, stop_ids, sums
+from .controllers import KLController, PenaltyController
+from .data import Prompt, micro_batches, mixed, read_prompts, stop_ids, sums
 from .evaluation import Evaluation
 from .experience import Experience, make_experience
 from .lora import adapter_of, add_adapter, save_policy
-from .metrics import Metrics, RunLog, distinct, repeated
+from .metrics import Metrics, RunLog
 from .models import (
+    LogProbs,
     Policy,
+    PPOLoss,
     Scorer,
+    States,
     ValueHead,
     equip,
     lent,
@@ -51,6 +53,7 @@ from .models import (
     new_scorer,
     pick_device,
 )
+from .observation import derived, line, observe, samples
 from .optimise import Trained, adamw, clipped_step, steps_taken
 from .rollout import Engine, Rollouts, generate
 from .running import stage
@@ -80,7 +83,7 @@ class Models:
     def values(self, ids: Tensor, cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
         """The critic's, `(total,)`, to be read in `mask` only."""
         if self.shared:
-            return self.critic(self.policy(ids, cu_seqlens, mask, states=True))
+            return self.critic(self.policy(States(ids, cu_seqlens, mask)))
         return self.critic(ids, cu_seqlens, mask)
 
     def frozen(self) -> list[nn.Module]:
@@ -95,68 +98,75 @@ class Models:
 
 
 @dataclass
-class KLController:
-    """The weight of the KL to the reference: fixed, or led to a target.
+class Run:
+    """What a run holds: its models, data and options, and all state that a checkpoint keeps."""
 
-    `coef *= 1 + clip(kl / target - 1, -.2, .2) * episodes / horizon` (Ziegler et al. 2019, section
-    2.2).
-    """
-
-    coef: float
-    target: float | None
-    measure: str  # the metric that the target is one of
-    horizon_episodes: int
+    config: PPOConfig
+    device: torch.device
+    models: Models
+    prompts: list[Prompt]
+    stop: list[int]  # token ids that end a response
+    evaluation: Evaluation
+    trained: list[Trained]  # policy and critic
+    kl: KLController
+    penalty: PenaltyController
+    scaling: Scaling
+    order: Iterator[int]  # of prompts
+    sampling: torch.Generator
+    minibatches: torch.Generator
 
     @staticmethod
-    def of(config: PPOConfig) -> KLController:
-        """The controller that a configuration asks for."""
-        if config.kl_target_per_token is not None:
-            target, measure = config.kl_target_per_token, "objective/kl_per_token"
-        else:
-            target, measure = config.kl_target_per_sequence, "objective/kl"
-        return KLController(config.kl_coef, target, measure, config.kl_horizon_episodes)
+    def of(config: PPOConfig) -> Run:
+        """The run as it stands before its first update."""
+        device = pick_device(config.offload_frozen)
+        models = load(config, device)
+        longest = config.longest_prompt(models.context_tokens())
+        files = config.prompt_files()
+        read = [read_prompts(x, models.tokenizer, config.prompt_tokens, longest) for x in files]
+        evaluation = Evaluation(config, models.tokenizer, device, longest)
+        check_frozen([models.policy, models.critic], models.frozen())
+        models.policy = distributed.wrap(models.policy, config.parallel)
+        models.critic = distributed.wrap(models.critic, config.parallel)
+        return Run(
+            config,
+            device,
+            models,
+            list(itertools.chain.from_iterable(read)),
+            stop_ids(models.tokenizer, models.policy.lm.generation_config),
+            evaluation,
+            [
+                (models.policy, adamw(models.policy, config.learning_rate)),
+                (models.critic, adamw(models.critic, config.critic_learning_rate)),
+            ],
+            KLController.of(config),
+            PenaltyController(config.penalty_coef, config.penalty_target_per_token),
+            Scaling(config.reward_scaling, config.reward_clip),
+            mixed(list(map(len, read)), list(files.values()), config.seed),
+            torch.Generator(device).manual_seed(config.seed),
+            torch.Generator().manual_seed(config.seed),
+        )
 
-    def update(self, metrics: Metrics, episodes: int) -> None:
-        """Moves the coefficient after an update of so many episodes."""
-        if self.target is not None:
-            error = metrics.mean(self.measure) / self.target - 1
-            if math.isfinite(error):  # nothing to go by where every response was left out
-                self.coef *= 1 + min(max(error, -0.2), 0.2) * episodes / self.horizon_episodes
+    def state(self) -> dict[str, Any]:
+        """What changes while the run goes on, under the names that it has in checkpoints."""
+        policy = self.models.policy
+        return {
+            "policy": adapter_of(policy.lm) if self.config.lora_rank else policy,
+            "critic": self.models.critic,
+            "policy_optimizer": self.trained[0][1],
+            "critic_optimizer": self.trained[1][1],
+            "kl_controller": self.kl,
+            "penalty_controller": self.penalty,
+            "reward_scaling": self.scaling,
+            "evaluation": self.evaluation,
+            "order": self.order,
+            "sampling": self.sampling,
+            "minibatches": self.minibatches,
+        }
 
-    def state_dict(self) -> dict[str, Any]:
-        """What changes while a run goes on."""
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Goes on from there."""
-        self.coef = state_dict["coef"]
-
-
-@dataclass
-class PenaltyController:
-    """The weight of the KL from old to new policy, where that is what keeps a step small.
-
-    Halved where the KL is below `target / 1.5`, doubled above `1.5 * target` (Schulman et al. 2017,
-    section 4).
-    """
-
-    coef: float
-    target: float
-
-    def update(self, moved: float) -> None:
-        """Moves the weight after an update that has come so far; NaN tells nothing."""
-        if moved < self.target / 1.5:
-            self.coef /= 2
-        elif moved > self.target * 1.5:
-            self.coef *= 2
-
-    def state_dict(self) -> dict[str, Any]:
-        """What changes while a run goes on."""
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Goes on from there."""
-        self.coef = state_dict["coef"]
+    @property
+    def away(self) -> list[nn.Module]:
+        """Frozen models that wait in the CPU's memory."""
+        return self.models.frozen() if self.config.offload_frozen else []
 
 
 @stage
@@ -170,130 +180,123 @@ def run(
 
     `engine` samples what is learned from, in place of `generate`; evaluation does not ask it.
     """
-    device = pick_device(config.offload_frozen)
-    models = load(config, device)
-    longest = config.longest_prompt(models.context_tokens())
-    files = config.prompt_files()
-    read = [read_prompts(x, models.tokenizer, config.prompt_tokens, longest) for x in files]
-    prompts = list(itertools.chain.from_iterable(read))
-    evaluation = Evaluation(config, models.tokenizer, device, longest)
-    check_frozen([models.policy, models.critic], models.frozen())
-    away = models.frozen() if config.offload_frozen else []
-
-    models.policy = distributed.wrap(models.policy, config.parallel)
-    models.critic = distributed.wrap(models.critic, config.parallel)
-    trained = [
-        (models.policy, adamw(models.policy, config.learning_rate)),
-        (models.critic, adamw(models.critic, config.critic_learning_rate)),
-    ]
-    controller = KLController.of(config)
-    penalty = PenaltyController(config.penalty_coef, config.penalty_target_per_token)
-    scaling = Scaling(config.reward_scaling, config.reward_clip)
-    stop = stop_ids(models.tokenizer, models.policy.lm.generation_config)
-    order = mixed(list(map(len, read)), list(files.values()), config.seed)
-    chance = torch.Generator(device).manual_seed(config.seed)  # of sampling
-    shuffle = torch.Generator().manual_seed(config.seed)  # of minibatches
-
-    parts = {
-        "policy": adapter_of(models.policy.lm) if config.lora_rank else models.policy,
-        "critic": models.critic,
-        "policy_optimizer": trained[0][1],
-        "critic_optimizer": trained[1][1],
-        "kl_controller": controller,
-        "penalty_controller": penalty,
-        "reward_scaling": scaling,
-        "evaluation": evaluation,
-        "order": order,
-        "sampling": chance,
-        "minibatches": shuffle,
-    }
-    checkpoints = Checkpoints(config, inputs(config), parts)
+    of = Run.of(config)
+    models = of.models
+    checkpoints = Checkpoints(config, inputs(config), of.state())
     done = checkpoints.begin(overwrite, resume)
     run_dir = checkpoints.run_dir
     log = RunLog(run_dir, "ppo", config.updates, config.tensorboard, done, config.tracker)
     with closing(log):
         for update in range(done + 1, config.updates + 1):
-            metrics = Metrics()
-            kl_coef = controller.coef
-            kl_in_reward = kl_coef if config.kl_in != "loss" else 0.0
-            kl_in_loss = kl_coef if config.kl_in != "reward" else 0.0
+            metrics, kl_coef = Metrics(), of.kl.coef
+            in_reward = kl_coef if config.kl_in != "loss" else 0.0
+            in_loss = kl_coef if config.kl_in != "reward" else 0.0
+            warming = update <= config.critic_warmup_updates
 
-            asked = itertools.islice(order, config.episodes_per_update // config.samples_per_prompt)
-            batch = [prompts[i] for i in asked for _ in range(config.samples_per_prompt)]
-            rows, version = distributed.share(len(batch)), steps_taken(trained[0][1])
             with metrics.timed("time/rollout"), distributed.whole(models.policy):
-                rollouts = (engine or generate)(
-                    models.policy,
-                    batch,
-                    stop,
-                    max_new_tokens=config.max_new_tokens,
-                    temperature=config.temperature,
-                    generator=chance,
-                    version=version,
-                    rows=rows,
-                )
-            check_answers(rollouts, [batch[row] for row in rows], version)
-            sides = (models.policy, models.critic)
-            held = distributed.whole(*sides)
-            with metrics.timed("time/experience"), held, lent(device, *away):
-                scores, parts = score(  # (S,)
+                rollouts = sample(of, engine or generate)
+            held = distributed.whole(models.policy, models.critic)
+            with metrics.timed("time/experience"), held, lent(of.device, *of.away):
+                scores, parts = score(
                     models.rewards,
                     rollouts,
                     config.missing_eos_penalty,
-                    scaling,
+                    of.scaling,
                     config.truncation == "drop",
                 )
                 experience = make_experience(
-                    rollouts, scores, models.reference, models.values, config, kl_in_reward
+                    rollouts, scores, models.reference, models.values, config, in_reward
                 )
-                if update == 1 or update % config.check_every == 0:
-                    logprobs = check_paths(models.policy, rollouts, config, metrics)
-                    check_sums(rollouts, experience, kl_in_reward, config.kl_kind_in_reward)
-                    if update == 1:
-                        check_start(logprobs, rollouts, experience)
+                check(of, update, rollouts, experience, in_reward, metrics)
             with metrics.timed("time/learn"):
-                warming = update <= config.critic_warmup_updates
-                learning = trained[1:] if warming else trained
+                trained = of.trained[1:] if warming else of.trained
+                penalty = of.penalty.coef if config.objective == "penalty" else 0.0
                 moved = learn(
-                    models,
-                    experience,
-                    config,
-                    learning,
-                    kl_in_loss,
-                    shuffle,
-                    metrics,
-                    penalty.coef * (config.objective == "penalty"),
+                    models, experience, config, trained, in_loss, of.minibatches, metrics, penalty
                 )
 
             kind = config.kl_kind_in_reward
-            observe(metrics, rollouts, experience, parts, kl_coef, kl_in_reward, kind)
+            observe(metrics, rollouts, experience, parts, kl_coef, in_reward, kind)
             metrics.across_processes()
-            if not warming:  # else the KL stands still
-                controller.update(metrics, len(batch))
-                if config.objective == "penalty":
-                    metrics.add("penalty_coef", penalty.coef)
-                    penalty.update(moved)
-            evaluation.after(update, models.policy, models.reference, models.rewards, metrics)
+            if not warming:  # a policy that stands still tells nothing
+                control(of, metrics, moved)
+            of.evaluation.after(update, models.policy, models.reference, models.rewards, metrics)
             row = metrics.means() | derived(metrics)
             log.write(update, row, line(row))
             if update % config.sample_every == 0:
                 log.print(samples(models.tokenizer, rollouts, experience))
             checkpoints.after(update, log)
         row = log.last()
+    write(of, run_dir, row)
+    return row
 
-    sides = (models.reference, models.policy)
-    with distributed.whole(models.policy), lent(device, *away):
-        written = [
-            respond(side, models.reference, models.rewards, models.tokenizer, prompts[:8], config)
-            for side in sides
+
+def sample(of: Run, engine: Engine) -> Rollouts:
+    """The responses of an update to the prompts that come next, those of this process."""
+    config, policy = of.config, of.models.policy
+    asked = itertools.islice(of.order, config.episodes_per_update // config.samples_per_prompt)
+    batch = [of.prompts[i] for i in asked for _ in range(config.samples_per_prompt)]
+    rows, version = distributed.share(len(batch)), steps_taken(of.trained[0][1])
+    rollouts = engine(
+        policy,
+        batch,
+        of.stop,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        generator=of.sampling,
+        version=version,
+        rows=rows,
+    )
+    check_answers(rollouts, [batch[row] for row in rows], version)
+    return rollouts
+
+
+def check(
+    of: Run,
+    update: int,
+    rollouts: Rollouts,
+    experience: Experience,
+    kl_in_reward: float,
+    metrics: Metrics,
+) -> None:
+    """Checks, before the first step and every so often, that sampling and training agree."""
+    if update == 1 or update % of.config.check_every == 0:
+        logprobs = check_paths(of.models.policy, rollouts, of.config, metrics)
+        check_sums(rollouts, experience, kl_in_reward, of.config.kl_kind_in_reward)
+        if update == 1:
+            check_start(logprobs, rollouts, experience)
+
+
+def control(of: Run, metrics: Metrics, moved: float) -> None:
+    """Moves the weights of both KL terms after an update in which the policy moved so far."""
+    prompts = of.config.episodes_per_update // of.config.samples_per_prompt
+    of.kl.update(metrics, prompts * of.config.samples_per_prompt)
+    if of.config.objective == "penalty":
+        metrics.add("penalty_coef", of.penalty.coef)
+        of.penalty.update(moved)
+
+
+def write(of: Run, run_dir: Path, row: dict[str, float | None]) -> None:
+    """Writes policy, critic, what both policies say to eight prompts, and the last metrics."""
+    models = of.models
+    with distributed.whole(models.policy), lent(of.device, *of.away):
+        said = [
+            respond(
+                side,
+                models.reference,
+                models.rewards,
+                models.tokenizer,
+                of.prompts[:8],
+                of.config,
+            )
+            for side in (models.reference, models.policy)
         ]
     if not models.shared:
         critic: Any = models.critic
         save_model(run_dir / "critic", critic.model, models.tokenizer)
     save_policy(run_dir / "policy", models.policy.lm, models.tokenizer)
-    write_json(run_dir / "samples.json", side_by_side(*written))
+    write_json(run_dir / "samples.json", side_by_side(*said))
     write_json(run_dir / "summary.json", row)
-    return row
 
 
 def load(config: PPOConfig, device: torch.device) -> Models:
@@ -420,21 +423,18 @@ def backward(
         batch = minibatch.rows(rows) if rows else minibatch.nothing()
         with distributed.step_pass(models.policy, last), distributed.step_pass(models.critic, last):
             with torch.set_grad_enabled(policy_learns):
-                policy, states = models.policy(
-                    batch.ids,
-                    batch.cu_seqlens,
-                    batch.mask,
-                    states=True,
-                    temperature=config.temperature,
-                    old_logprobs=batch.logprobs,
-                    dual_clip=config.dual_clip,
-                    ratio=config.ratio,
-                    aggregate=config.aggregate,
-                    entropy_coef=config.entropy_coef,
-                    entropy_stats=True,
-                    denominator=tokens if config.aggregate == "token_mean" else responses,
+                options = {
+                    "old_logprobs": batch.logprobs,
+                    "dual_clip": config.dual_clip,
+                    "ratio": config.ratio,
+                    "aggregate": config.aggregate,
+                    "entropy_coef": config.entropy_coef,
+                    "entropy_stats": True,
+                    "denominator": tokens if config.aggregate == "token_mean" else responses,
                     **step_limit(batch, config, kl_coef, penalty_coef),
-                )
+                }
+                of = LogProbs(batch.ids, batch.cu_seqlens, batch.mask, config.temperature)
+                policy, states = models.policy(PPOLoss(of, options))
             if models.shared:
                 values, loss, coef = models.critic(states), policy.loss, config.value_coef
             else:
@@ -499,82 +499,3 @@ POLICY_STATS = {
     "policy/clipfrac_avg": "clip_fraction",
     "val/ratio": "ratio_mean",
 }
-
-
-def observe(
-    metrics: Metrics,
-    rollouts: Rollouts,
-    experience: Experience,
-    parts: dict[str, Tensor],
-    kl_coef: float,
-    kl_in_reward: float,
-    kl_kind: KLKind = "k1",
-) -> None:
-    """What there is to say of an update's episodes, in the names that TRL's users know."""
-    mask, ends = experience.mask, experience.cu_seqlens
-    kept = sums(mask, ends) > 0  # (S,) those that learn
-    scores, kl = experience.scores[kept], sums(experience.kl, ends)[kept]
-    metrics.add("objective/scores", scores)
-    for name, part in parts.items():
-        metrics.add(f"objective/scores/{name}", part[kept])
-    metrics.add_sum("objective/unscored", (~kept).sum(), 1 / distributed.size())
-    metrics.add("objective/kl", kl)
-    metrics.add("objective/kl_per_token", experience.kl, mask)
-    k3 = kl_estimate(rollouts.logprobs, experience.ref_logprobs, "k3", mask)
-    metrics.add("objective/kl_k3", sums(k3, ends)[kept])
-    sampled = -sums(rollouts.logprobs, ends)[kept]  # nats: a proxy; policy/entropy_avg is exact
-    metrics.add("objective/entropy", sampled)
-    penalty = kl_estimate(rollouts.logprobs, experience.ref_logprobs, kl_kind, mask)
-    penalty = kl_in_reward * sums(penalty, ends)[kept]
-    metrics.add("objective/non_score_reward", -penalty)
-    metrics.add("objective/rlhf_reward", scores - penalty)
-    metrics.add("objective/shaped_reward", experience.rewards, mask)
-    metrics.add("objective/advantage", experience.returns - experience.values, mask)
-    metrics.add("objective/whitened_advantage_abs", experience.advantages.abs(), mask)
-    metrics.add("kl_coef", kl_coef)
-
-    responses = rollouts.responses()
-    lengths = sums(rollouts.mask, ends)  # (S,)
-    metrics.add("response/length", lengths)
-    metrics.add("response/truncated", ~rollouts.terminated)
-    metrics.add_sum("val/num_eos_tokens", rollouts.terminated.sum(), 1 / distributed.size())
-    metrics.add_sum("response/repetition", *repeated(responses))
-    everyone = [ids for part in distributed.gathered(responses) for ids in part]
-    for n in (1, 2):
-        metrics.add_sum(f"response/distinct_{n}", *distinct(everyone, n))
-    metrics.add_pairs("score_length", experience.scores, lengths, kept)
-    metrics.add_pairs("value", experience.values, experience.returns, mask)
-
-
-def derived(metrics: Metrics) -> dict[str, float]:
-    """What is made of other metrics once they are whole."""
-    seconds = sum(metrics.mean(f"time/{part}") for part in ("rollout", "experience", "learn"))
-    return {
-        "response/score_length_correlation": metrics.correlation("score_length"),
-        "val/explained_variance": metrics.explained("value"),
-        "time/tokens_per_second": metrics.total("response/length") / seconds,
-        "memory/peak_bytes": peak_memory(),
-    }
-
-
-def peak_memory() -> float:
-    """Most memory held so far: of the GPU if there is one, else of the process."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-
-
-def line(row: dict[str, float]) -> str:
-    """What the progress line says of an update."""
-    return (
-        f"score {row['objective/scores']:+.2f}, KL {round(row['objective/kl'], 1) + 0:.1f} nats, "
-        f"{row['response/length']:.0f} tokens, {row['time/tokens_per_second']:.0f} tokens/s"
-    )
-
-
-def samples(tokenizer: PreTrainedTokenizerBase, rollouts: Rollouts, experience: Experience) -> str:
-    """Three responses of an update, each with its score and KL."""
-    texts = tokenizer.batch_decode(rollouts.sequences()[:3], skip_special_tokens=True)
-    kls = sums(experience.kl, experience.cu_seqlens).tolist()
-    numbers = zip(experience.scores.tolist(), kls, texts, strict=False)
-    return "\n".join(f"  [score {score:+.2f}, KL {kl:.1f}] {text}" for score, kl, text in numbers)

@@ -19,7 +19,7 @@ from ppokern import next_token_targets, position_ids, selected_logprobs
 
 from .attention import KeyValueCache
 from .data import Prompt, packed
-from .models import Policy
+from .models import LogProbs, NextLogits, Policy, forward_all
 
 
 @dataclass
@@ -141,6 +141,18 @@ def rollouts_of(
     return Rollouts(list(prompts), ids, cu_seqlens, mask, placed, terminated, version)
 
 
+def logprobs_of(
+    rollouts: Rollouts, policy: Policy, temperature: float, max_tokens_per_micro_batch: int
+) -> Tensor:
+    """What the training path of a policy gives the sampled tokens: `(total,)`, nats."""
+
+    def path(ids: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
+        return policy(LogProbs(ids, cu_seqlens, mask, temperature))
+
+    tokens = rollouts.ids, rollouts.mask
+    return forward_all(path, max_tokens_per_micro_batch, rollouts.cu_seqlens, *tokens)
+
+
 def _sample(
     policy: Policy,
     prompts: Sequence[Prompt],
@@ -166,7 +178,7 @@ def _sample(
     rows = torch.arange(count, device=device)  # (b,) whose cache is still kept
     going_on = torch.ones(count, dtype=torch.bool, device=device)  # (b,)
     for step in range(max_new_tokens if count else 0):
-        logits = policy(ids, cache=cache)  # (b, V)
+        logits = policy(NextLogits(ids, cache))  # (b, V)
         token = choose(logits, temperature, chance[step, rows])  # (b,)
         tokens[rows, step] = token
         logprobs[rows, step] = selected_logprobs(logits, token, temperature=temperature)  # nats

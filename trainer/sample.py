@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +20,12 @@ from .lora import load_trained
 from .metrics import console, plain
 from .models import (
     Policy,
-    forward_all,
     load_policy,
     load_tokenizer,
     pick_device,
     set_precision,
 )
-from .rollout import generate
+from .rollout import generate, logprobs_of
 from .scoring import RewardPart, load_rewards, models_of, score
 
 
@@ -61,9 +59,8 @@ def respond(
         temperature=config.temperature,
         generator=torch.Generator(device).manual_seed(config.seed),
     )
-    ref = partial(reference, temperature=config.temperature)
     tokens, ends = config.max_tokens_per_micro_batch, rollouts.cu_seqlens
-    ref_logprobs = forward_all(ref, tokens, ends, rollouts.ids, rollouts.mask)  # (total,)
+    ref_logprobs = logprobs_of(rollouts, reference, config.temperature, tokens)  # (total,)
     scores, _ = score(rewards, rollouts, config.missing_eos_penalty)  # (S,)
     kl = sums(rollouts.logprobs - ref_logprobs, ends)  # (S,)
     responses = rollouts.responses()

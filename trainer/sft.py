@@ -22,7 +22,7 @@ from . import distributed
 from .config import SFTConfig
 from .data import Example, micro_batches, packed, read_examples, read_rows, train_tokenizer
 from .metrics import Metrics
-from .models import Policy, load_policy, load_tokenizer, new_policy
+from .models import LogProbs, Policy, load_policy, load_tokenizer, new_policy
 from .running import stage
 from .supervised import Training, require_room, rows_of
 
@@ -48,7 +48,7 @@ def run(config: SFTConfig, overwrite: bool = False, resume: bool = False) -> dic
             batch = [train[rows[i]] for i in distributed.share(len(rows))]
             for ids, cu_seqlens, mask, last in _cut(batch, most, device):
                 with distributed.step_pass(policy, last):
-                    total = -policy(ids, cu_seqlens, mask).sum()  # nats
+                    total = -policy(LogProbs(ids, cu_seqlens, mask)).sum()  # nats
                     (total / tokens * distributed.size()).backward()
                 metrics.add_sum("loss", total.detach(), mask.sum())
             training.step(metrics)
@@ -98,6 +98,6 @@ def _measure(
     """The loss on held-out text, of which each process measures a share."""
     metrics, mine = Metrics(), [examples[i] for i in distributed.share(len(examples))]
     for ids, cu_seqlens, mask, _ in _cut(mine, max_tokens_per_micro_batch, device):
-        metrics.add("loss", -policy(ids, cu_seqlens, mask), mask)
+        metrics.add("loss", -policy(LogProbs(ids, cu_seqlens, mask)), mask)
     metrics.across_processes()
     return {"loss": metrics.mean("loss")}

@@ -21,7 +21,7 @@ from transformers import (
 from trainer.attention import KeyValueCache, Packed, use_packed
 from trainer.config import UserError
 from trainer.data import packed
-from trainer.models import Policy, Scorer
+from trainer.models import LogProbs, NextLogits, Policy, Scorer, States
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -108,7 +108,7 @@ def test_T4_step_by_step_is_as_all_at_once(family: str, prompts: list[list[int]]
     asked = torch.tensor([0, 1, 0, len(prompts) - 1])
     ids, cu_seqlens = packed(prompts)
     cache = KeyValueCache(cu_seqlens, asked, room=6)
-    logits = policy(ids, cache=cache)
+    logits = policy(NextLogits(ids, cache))
     rows = [[*prompts[i]] for i in asked]
     for step in range(6):
         for row, found in zip(rows, logits, strict=True):
@@ -119,7 +119,7 @@ def test_T4_step_by_step_is_as_all_at_once(family: str, prompts: list[list[int]]
             rows = [rows[1], rows[3]]
         for i, row in enumerate(rows):
             row.append((7 * step + i) % 60)
-        logits = policy(torch.tensor([row[-1] for row in rows]), cache=cache)
+        logits = policy(NextLogits(torch.tensor([row[-1] for row in rows]), cache))
 
 
 WINDOW = {**SIZES, "sliding_window": 3, "max_window_layers": 1}
@@ -182,10 +182,10 @@ def test_T15_what_a_block_asks_of_attention_is_refused(option: Any, sentence: st
 def test_nothing_of_a_pass_is_left_behind() -> None:
     """A pass that fails, then another: no layout stays with the model."""
     policy = Policy(made(FAMILIES["qwen2"]))
-    before = policy(*packed(ROWS))
+    before = policy(LogProbs(*packed(ROWS)))
     with pytest.raises(IndexError):
-        policy(*packed([[1, 2, 99]]))
-    torch.testing.assert_close(policy(*packed(ROWS)), before, rtol=0, atol=0)
+        policy(LogProbs(*packed([[1, 2, 99]])))
+    torch.testing.assert_close(policy(LogProbs(*packed(ROWS))), before, rtol=0, atol=0)
     with pytest.raises(UserError, match="Qwen2Attention is told nothing of the pass"):
         policy.lm(input_ids=torch.tensor([[1, 2]]), use_cache=False)
 
@@ -202,5 +202,5 @@ def test_neighbours_of_equal_length_share_a_call(monkeypatch: pytest.MonkeyPatch
 
     policy = Policy(made(FAMILIES["llama"]))
     monkeypatch.setattr(attention, "scaled_dot_product_attention", spy)
-    policy(*packed([[1], [2, 3], [4, 5], [], [6, 7, 8]]), states=True)
+    policy(States(*packed([[1], [2, 3], [4, 5], [], [6, 7, 8]])))
     assert shapes == [(1, 4, 1, 8), (2, 4, 2, 8), (1, 4, 3, 8)] * 2  # no token is padding

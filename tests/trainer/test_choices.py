@@ -24,7 +24,7 @@ from trainer.data import read_prompts, write_rows
 from trainer.evaluation import Evaluation
 from trainer.experience import Experience
 from trainer.metrics import Metrics
-from trainer.models import ValueHead, load_policy
+from trainer.models import LogProbs, ValueHead, load_policy
 from trainer.ppo import Models
 from trainer.rollout import generate
 from trainer.sample import respond
@@ -105,7 +105,7 @@ def test_each_kl_in_the_loss(kind: str, ppo_config: PPOConfig, models: Models) -
     metrics, slope = Metrics(), {"k1": 1.0, "k2": math.log(2), "k3": 0.5}[kind]
     ppo.backward(models, x, config, 0.4, metrics)
     found = gradients(models)
-    chosen = models.policy(x.ids, x.cu_seqlens, x.mask)
+    chosen = models.policy(LogProbs(x.ids, x.cu_seqlens, x.mask))
     if kind == "k1":  # those of the other tokens do not vanish where the ratio is 1
         (0.4 * chosen.sum() / 4).backward()
     else:
@@ -185,7 +185,7 @@ def test_a_value_head_learns_as_a_critic_with_the_same_trunk(
     together = gradients(models)
 
     mask = x.mask
-    logprobs = models.policy(x.ids, x.cu_seqlens, mask)
+    logprobs = models.policy(LogProbs(x.ids, x.cu_seqlens, mask))
     ratio = (logprobs - x.logprobs).exp()
     wrong = models.values(x.ids, x.cu_seqlens) - x.returns
     (-(ratio * x.advantages)[mask].sum() / 4 + 0.1 * 0.5 * wrong[mask].square().mean()).backward()
@@ -420,7 +420,7 @@ def test_the_penalty_in_place_of_the_clip(ppo_config: PPOConfig, models: Models)
     assert metrics.mean("loss/policy_avg") == pytest.approx(-(1.5 + 2 + 1 + 1) / 4, rel=1e-5)
     assert metrics.mean("policy/clipfrac_avg") == 0
     found = gradients(models)
-    log_ratio = (models.policy(x.ids, x.cu_seqlens, x.mask) - x.logprobs)[x.mask]
+    log_ratio = (models.policy(LogProbs(x.ids, x.cu_seqlens, x.mask)) - x.logprobs)[x.mask]
     ratio = log_ratio.exp()
     (-ratio * 1.0 + 0.7 * (ratio - 1 - log_ratio)).mean().backward()
     expected = [p.grad for p in models.policy.parameters() if p.grad is not None]

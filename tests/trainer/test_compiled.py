@@ -17,7 +17,14 @@ from trainer import models, ppo, reward, sft
 from trainer.config import PPOConfig, RewardConfig, SFTConfig
 from trainer.data import packed
 from trainer.distributed import blocks_of
-from trainer.models import Policy, compile_blocks, recompute_blocks, scratch_config
+from trainer.models import (
+    LogProbs,
+    Policy,
+    PPOLoss,
+    compile_blocks,
+    recompute_blocks,
+    scratch_config,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +38,8 @@ def policy_loss(policy: nn.Module, rows: list[list[int]]) -> Tensor:
     ids, cu_seqlens = packed(rows)
     draw = torch.Generator().manual_seed(0)
     old, advantages = torch.randn(2, len(ids), generator=draw)
-    loss = policy(ids, cu_seqlens, old_logprobs=old / 9 - 5.6, advantages=advantages)
+    options = {"old_logprobs": old / 9 - 5.6, "advantages": advantages}
+    loss, _ = policy(PPOLoss(LogProbs(ids, cu_seqlens), options))
     assert isinstance(loss, Loss)
     return loss.loss
 

@@ -28,6 +28,7 @@ from trainer.checkpoint import damage_of
 from trainer.config import PPOConfig, RewardConfig, SFTConfig, Stopped
 from trainer.data import packed
 from trainer.metrics import VARYING, Metrics
+from trainer.models import LogProbs
 from trainer.optimise import adamw
 
 pytestmark = pytest.mark.slow
@@ -423,7 +424,7 @@ def sharded(config: PPOConfig) -> tuple[int, set[bool]]:
     """How many moments this process makes whole, and what an error leaves sharded."""
     policy = distributed.wrap(ppo.load(config, torch.device("cpu")).policy, "fsdp")
     optimizer = adamw(policy, 1e-3)
-    policy(*packed([[1, 20, 30]])).sum().backward()
+    policy(LogProbs(*packed([[1, 20, 30]]))).sum().backward()
     optimizer.step()
     state = distributed.optimizer_state(optimizer)["state"]
     with contextlib.suppress(KeyError), distributed.whole(policy):

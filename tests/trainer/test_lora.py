@@ -16,7 +16,7 @@ from trainer.checkpoint import sha256
 from trainer.config import CheckFailed, PPOConfig, UserError
 from trainer.data import packed
 from trainer.lora import adapter_of, add_adapter, load_trained
-from trainer.models import Policy, load_policy, load_tokenizer, new_scorer
+from trainer.models import LogProbs, Policy, load_policy, load_tokenizer, new_scorer
 
 peft: Any = pytest.importorskip("peft", reason="needs the extra lora")
 
@@ -29,7 +29,7 @@ def config(ppo_config: PPOConfig) -> PPOConfig:
 def some(policy: Policy) -> torch.Tensor:
     """Log-probs of a few tokens."""
     with torch.no_grad():
-        return policy(*packed([[1, 20, 30, 40], [1, 7, 9]]))
+        return policy(LogProbs(*packed([[1, 20, 30, 40], [1, 7, 9]])))
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -21,6 +21,7 @@ from trainer.config import CheckFailed, PPOConfig, UserError
 from trainer.data import packed
 from trainer.metrics import Metrics
 from trainer.models import (
+    LogProbs,
     Policy,
     forward_all,
     lent,
@@ -58,13 +59,13 @@ class Casts(TorchDispatchMode):
 
 
 def test_products_are_in_bfloat16_and_all_else_in_float32(policy: Policy) -> None:
-    exact = policy(*packed(ROWS))
+    exact = policy(LogProbs(*packed(ROWS)))
     exact.sum().backward()
     before = [p.grad for p in policy.parameters()]
     policy.zero_grad()
     set_precision("bfloat16", policy)
     with Casts() as seen:
-        logprobs = policy(*packed(ROWS))
+        logprobs = policy(LogProbs(*packed(ROWS)))
         logprobs.sum().backward()
     assert len(seen.products) >= 4
     assert {dtype for _, dtype in seen.products} == {torch.bfloat16}
@@ -98,7 +99,7 @@ def test_attention_gets_what_flash_attn_takes(
 
     monkeypatch.setattr(attention.Packed, "attend", spy)
     set_precision("bfloat16", policy)
-    policy(*packed(ROWS))
+    policy(LogProbs(*packed(ROWS)))
     rolled(policy)
     assert seen == {torch.bfloat16}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import TINY
+from tiny import TINY, numbers_of
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
 
@@ -16,7 +16,9 @@ from trainer import attention, check, ppo, reward, sft
 from trainer.config import CheckFailed, PPOConfig, RewardConfig, Scratch, SFTConfig, UserError
 from trainer.data import Prompt, packed
 from trainer.models import (
+    LogProbs,
     Policy,
+    PPOLoss,
     Scorer,
     dropout_of,
     forward_all,
@@ -36,9 +38,9 @@ def test_a_mask_leaves_out(policy: Policy) -> None:
     ids, cu_seqlens = packed(ROWS)
     mask = torch.arange(len(ids)) % 2 == 0
     with torch.no_grad():
-        whole = policy(ids, cu_seqlens)
+        whole = policy(LogProbs(ids, cu_seqlens))
         assert (whole[cu_seqlens[1:] - 1] == 0).all()  # nothing follows the last token
-        torch.testing.assert_close(policy(ids, cu_seqlens, mask), whole * mask)
+        torch.testing.assert_close(policy(LogProbs(ids, cu_seqlens, mask)), whole * mask)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_the_trunk_computes_no_state_that_is_not_read(
     mask = torch.tensor([1, 0, 0, 0, 1, 0, 0, 0]).bool()
     found = []
     for read in (mask, None):
-        out = module(ids, cu_seqlens, read)[mask]
+        out = numbers_of(module)(ids, cu_seqlens, read)[mask]
         module.zero_grad()
         out.sum().backward()
         found.append((out, [p.grad for p in module.parameters()]))
@@ -70,16 +72,16 @@ def test_the_trunk_computes_no_state_that_is_not_read(
 
 def test_a_pass_over_nothing_that_is_read(policy: Policy) -> None:
     ids, cu_seqlens = packed([[], *ROWS])
-    assert (policy(ids, cu_seqlens, torch.zeros_like(ids).bool()) == 0).all()
+    assert (policy(LogProbs(ids, cu_seqlens, torch.zeros_like(ids).bool())) == 0).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 10, 99])
 def test_forward_all_restores_the_order(policy: Policy, tokens: int) -> None:
     ids, cu_seqlens = packed(ROWS)
     mask = torch.arange(len(ids)) % 3 > 0
-    out = forward_all(policy, tokens, cu_seqlens, ids, mask)
+    out = forward_all(numbers_of(policy), tokens, cu_seqlens, ids, mask)
     with torch.no_grad():
-        torch.testing.assert_close(out, policy(ids, cu_seqlens, mask), atol=1e-5, rtol=0)
+        torch.testing.assert_close(out, policy(LogProbs(ids, cu_seqlens, mask)), atol=1e-5, rtol=0)
     assert not out.is_inference()
 
 
@@ -97,7 +99,8 @@ def test_T5_dropout_in_a_config_is_off(with_dropout: str, load: Callable[[str], 
     module = load(with_dropout)
     assert dropout_of(module) == []
     module.train()  # gradient checkpointing needs this mode; nothing may be dropped in it either
-    assert torch.equal(module(*packed(ROWS)), module(*packed(ROWS)))
+    numbers = numbers_of(module)
+    assert torch.equal(numbers(*packed(ROWS)), numbers(*packed(ROWS)))
 
 
 def test_T5_dropout_is_checked(policy: Policy) -> None:
@@ -317,7 +320,6 @@ def test_rows_that_the_tokenizer_lacks_are_outside_of_every_softmax(
     assert padded.lm.config.vocab_size == 344
     ids, cu_seqlens = packed(ROWS)
     options = {
-        "temperature": 0.7,
         "old_logprobs": torch.full([len(ids)], -1.0),
         "advantages": torch.linspace(-1, 1, len(ids)),
         "ref_logprobs": torch.full([len(ids)], -1.0),
@@ -327,8 +329,9 @@ def test_rows_that_the_tokenizer_lacks_are_outside_of_every_softmax(
     prompts = [Prompt(row, "") for row in ROWS * 25]
     found = []
     for module in (policy, padded):
-        logprobs = module(ids, cu_seqlens, temperature=0.7)
-        loss: Any = module(ids, cu_seqlens, **options)
+        of = LogProbs(ids, cu_seqlens, temperature=0.7)
+        logprobs = module(of)
+        loss, _ = module(PPOLoss(of, options))
         module.zero_grad()
         loss.loss.backward()
         gradient = module.lm.get_input_embeddings().weight.grad

@@ -17,7 +17,7 @@ from trainer import distributed, ppo, report
 from trainer.config import CheckFailed, PPOConfig
 from trainer.experience import Experience
 from trainer.metrics import Metrics
-from trainer.models import Policy
+from trainer.models import LogProbs, Policy
 from trainer.optimise import adamw, clipped_step
 from trainer.ppo import KLController, Models
 from trainer.rollout import Rollouts, generate, rollouts_of
@@ -27,7 +27,7 @@ def made(rows: list[list[int]], start: int, advantages: list[float], models: Mod
     """An experience whose old log-probs are the policy's own, with one advantage a row."""
     rollouts = make_rollouts(rows, [start] * len(rows), [True] * len(rows))
     with torch.no_grad():
-        logprobs = models.policy(rollouts.ids, rollouts.cu_seqlens, rollouts.mask)
+        logprobs = models.policy(LogProbs(rollouts.ids, rollouts.cu_seqlens, rollouts.mask))
         values = models.values(rollouts.ids, rollouts.cu_seqlens)
     mask = rollouts.mask
     zeros = torch.zeros(mask.shape)
@@ -159,7 +159,7 @@ def test_the_logits_of_a_batch_are_never_made(ppo_config: PPOConfig, models: Mod
     with Largest() as of_update:
         ppo.backward(models, x, config, 0.0, Metrics())
     with Largest() as of_reference, torch.no_grad():
-        policy(x.ids, x.cu_seqlens)
+        policy(LogProbs(x.ids, x.cu_seqlens))
     assert policy.lm.lm_head.weight.grad.abs().sum() > 0
     for seen in (of_update, of_reference):
         assert 2**22 < seen.numbers <= 2**28 // 4 < rows * (width - 1) * 8192

