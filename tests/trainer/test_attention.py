@@ -59,7 +59,7 @@ def by_transformers(config: PreTrainedConfig, ids: Tensor, mask: Tensor) -> Tens
 @torch.no_grad()
 def test_T4_packed_padded_and_single_rows_have_the_same_logprobs(family: str) -> None:
     config = FAMILIES[family]
-    together = Policy(made(config))(*packed(ROWS))
+    together = Policy(made(config))(LogProbs(*packed(ROWS)))
     width = max(map(len, ROWS))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in ROWS])
     mask = torch.arange(width) < torch.tensor([len(row) for row in ROWS])[:, None]
@@ -69,7 +69,7 @@ def test_T4_packed_padded_and_single_rows_have_the_same_logprobs(family: str) ->
         single = by_transformers(config, one, torch.ones_like(one, dtype=torch.bool))[0]
         torch.testing.assert_close(found[:-1], single, atol=1e-5, rtol=0)
         torch.testing.assert_close(found[:-1], padded[i, : len(row) - 1], atol=1e-5, rtol=0)
-        alone = Policy(made(config))(*packed([row]))
+        alone = Policy(made(config))(LogProbs(*packed([row])))
         torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
         assert found[-1] == 0
 
@@ -77,9 +77,9 @@ def test_T4_packed_padded_and_single_rows_have_the_same_logprobs(family: str) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_T4_gradients_are_those_of_single_rows(family: str) -> None:
     together, apart = Policy(made(FAMILIES[family])), Policy(made(FAMILIES[family]))
-    together(*packed(ROWS)).sum().backward()
+    together(LogProbs(*packed(ROWS))).sum().backward()
     for row in ROWS:
-        apart(*packed([row])).sum().backward()
+        apart(LogProbs(*packed([row]))).sum().backward()
     for a, b in zip(together.parameters(), apart.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-4)

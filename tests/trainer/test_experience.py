@@ -14,6 +14,7 @@ from trainer.check import check_sums
 from trainer.config import PPOConfig, UserError
 from trainer.data import Prompt, packed
 from trainer.experience import Experience, make_experience
+from trainer.models import LogProbs
 from trainer.rollout import Rollouts
 from trainer.scoring import (
     RewardPart,
@@ -29,10 +30,10 @@ CONFIG = PPOConfig(gamma=1.0, gae_lambda=0.5, temperature=0.7)
 REF = {7: -1.5, 8: -0.5, 9: -2.0}  # log-probs of the reference by token
 
 
-def reference(ids: Tensor, cu_seqlens: Tensor, mask: Tensor, temperature: float) -> Tensor:
+def reference(asked: LogProbs) -> Tensor:
     """Stands for a model; nothing but the tokens that are chosen decides."""
-    assert temperature == CONFIG.temperature  # T3
-    return torch.tensor([REF.get(i, 99.0) for i in [*ids.tolist()[1:], 0]]) * mask
+    assert asked.temperature == CONFIG.temperature and asked.mask is not None  # T3
+    return torch.tensor([REF.get(i, 99.0) for i in [*asked.ids.tolist()[1:], 0]]) * asked.mask
 
 
 def critic(ids: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 import yaml
 from crash import differences
+from tiny import numbers_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -277,7 +278,7 @@ def test_adapters_are_merged_into_a_plain_model(
     inner, said = STAGES[stage]._measure, []
 
     def measure(model: Any, *args: Any) -> dict[str, float]:
-        said.append(model(*ids))
+        said.append(numbers_of(model)(*ids))
         return inner(model, *args)
 
     monkeypatch.setattr(STAGES[stage], "_measure", measure)
@@ -287,7 +288,7 @@ def test_adapters_are_merged_into_a_plain_model(
     load = load_policy if stage == "sft" else load_scorer
     model = load(str(folder))
     with torch.no_grad():
-        read = model(*ids)
+        read = numbers_of(model)(*ids)
     if stage == "reward":
         read = read * found["score_std"] + found["score_mean"]
     torch.testing.assert_close(read, said[0], atol=1e-5, rtol=1e-5)
