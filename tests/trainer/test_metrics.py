@@ -105,6 +105,24 @@ def test_unscored_responses_are_counted(ppo_config: PPOConfig, models: Any) -> N
     assert metrics.mean("objective/scores") == 1.0
 
 
+def test_every_metric_has_a_line_in_the_docs(
+    ppo_config: PPOConfig, trained: dict[str, Any]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    heldout = ppo_config.train.replace("train.jsonl", "heldout.jsonl")
+    ppo.run(replace(ppo_config, updates=1, heldout=heldout))
+    runs = [Path(trained[name]).parent for name in ("model", "reward_model")]
+    names = {
+        name
+        for run in (*runs, Path(ppo_config.run_dir))
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+        for name in json.loads(line)
+    }
+    parts = {name for name in names if name.startswith("objective/scores/")}
+    missing = {x for x in names - parts - {"stage", "step"} if f"`{x}`" not in page}
+    assert len(names) > 40 and missing == set()
+
+
 def test_a_log_is_jsonl_and_ten_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(tmp_path, "sft", 30, tensorboard=False)
     for step in range(1, 31):
