@@ -83,7 +83,7 @@ types: $(READY)
 
 # The pages of docs/ as a site, build/site/index.html; a warning is an error.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 # The Triton kernels without a GPU: compiled for three of them, and all op tests interpreted (3.5
 # minutes on one core). `make test-all` has one architecture and one case of each interpreted test,
